@@ -1,0 +1,65 @@
+# The task file: people and the gate call the same targets. `make` alone lists them.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# In a container one is often root, and JupyterLab then wants to be asked twice.
+LAB_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo lab test lint format check bench wheel clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+venv: $(STAMP) ## Make the virtual environment, or bring it up to date
+
+# Torch goes in first and alone, at the one release that constraints.txt names: what follows then finds it
+# there, and nothing can pull in another release of several GB.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# The tests and the quickstart must work on a machine that reaches no model hub.
+test demo: export HF_HUB_OFFLINE = 1
+
+demo: venv ## Run the quickstart notebook into build/quickstart.ipynb
+	@mkdir -p build
+	$(BIN)/jupyter execute --output=../build/quickstart notebooks/quickstart.ipynb
+	@echo "Done. Open it with: $(BIN)/jupyter lab $(LAB_FLAGS) build/quickstart.ipynb"
+
+lab: venv ## Open JupyterLab on notebooks/
+	$(BIN)/jupyter lab $(LAB_FLAGS) --ServerApp.root_dir=notebooks
+
+test: venv ## Run the tests, then the notebooks as tests
+	$(BIN)/pytest -q tests/
+	$(BIN)/pytest -q --nbval-lax notebooks/
+
+lint: venv ## Check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv ## Repair style and format where a tool can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check: lint test ## All that the gate checks
+
+bench: venv ## Run every benchmark
+	@set -e; for bench in benchmarks/bench_*.py; do \
+		echo "== $$bench"; \
+		$(BIN)/python "$$bench"; \
+	done
+
+wheel: venv ## Build the wheel into dist/
+	$(BIN)/pip wheel -q --no-deps --wheel-dir dist .
+
+clean: ## Remove what the targets made, but for the virtual environment
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find vram_magic tests benchmarks notebooks \
+		\( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

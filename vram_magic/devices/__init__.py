@@ -1,0 +1,6 @@
+"""Devices: capacity, bytes in use, and raw copies between device and file. They know nothing of models or policy."""
+
+from vram_magic.devices.base import Device
+from vram_magic.devices.ledger import FakeDevice, LedgerDevice
+
+__all__ = ["Device", "FakeDevice", "LedgerDevice"]

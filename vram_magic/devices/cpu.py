@@ -1,0 +1,97 @@
+"""The CPU as a device: RAM under a budget.
+
+``auto`` is the available RAM (with the container's limit) plus what is live already, less a reserve for everything
+that is not torch. Bytes are counted by the native guard where there is one; else by a ledger that is told of moves,
+and then allocations of cells go unseen.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from vram_magic.devices.base import AUTO
+from vram_magic.devices.meter import LedgerMeter, Meter, Reservation
+from vram_magic.sizes import parse_size
+
+__all__ = ["CpuDevice", "available_ram_bytes"]
+
+_RESERVE_FRACTION, _RESERVE_FLOOR = 0.10, 512 << 20
+_CGROUP = (  # (limit, usage) files of cgroup v2 and v1
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+
+
+class CpuDevice:
+    """RAM that this kernel's tensors may use."""
+
+    name = "cpu"
+    holds_tensors = True
+
+    def __init__(self, budget: int | str = AUTO, *, meter: Meter | None = None, without_guard: str = "") -> None:
+        self.meter: Meter = meter or LedgerMeter(0)
+        self._without_guard = without_guard
+        self.budget_setting: int | str = budget
+        self.set_budget(budget)
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.meter.limit_bytes
+
+    def budget_for(self, setting: int | str) -> int:
+        if setting != AUTO:
+            return parse_size(setting, what="budget")
+        total = psutil.virtual_memory().total
+        reserve = max(int(total * _RESERVE_FRACTION), _RESERVE_FLOOR)
+        return max(available_ram_bytes() + self.meter.live_bytes - reserve, 0)
+
+    def set_budget(self, setting: int | str) -> None:
+        self.meter.limit_bytes = self.budget_for(setting)
+        self.budget_setting = setting if setting == AUTO else self.meter.limit_bytes
+
+    def refresh(self) -> None:
+        if self.budget_setting == AUTO:
+            self.meter.limit_bytes = self.budget_for(AUTO)
+
+    @property
+    def guard(self) -> str:
+        return "native" if self.meter.counts_allocations else f"none: {self._without_guard}"
+
+    def describe(self) -> str:
+        return "CPU memory"
+
+    def is_resident(self, tensor: torch.Tensor) -> bool:
+        # The allocator's storages can grow; mappings, numpy's and shared memory cannot.
+        return tensor.device.type == "cpu" and tensor.untyped_storage().resizable()
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        if self.meter.counts_allocations:
+            self.meter.adopt(tensor.untyped_storage()._cdata)
+        else:
+            self.meter.add(tensor.untyped_storage().nbytes())
+
+    def allocate(self, size_bytes: int, reservation: Reservation) -> torch.Tensor:
+        with reservation.draw(own_move=True):
+            memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        if not self.meter.counts_allocations:
+            reservation.spend(size_bytes)
+        return memory
+
+    def freed(self, size_bytes: int) -> None:
+        if not self.meter.counts_allocations:
+            self.meter.give_back(size_bytes)
+
+
+def available_ram_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """RAM that can be had without swapping, within the container's limit."""
+    available = int(psutil.virtual_memory().available)
+    for limit, usage in _CGROUP:
+        try:
+            room = int((cgroup / limit).read_text()) - int((cgroup / usage).read_text())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        return max(0, min(available, room))
+    return available

@@ -1,0 +1,77 @@
+"""Devices without memory: a ledger of declared sizes, and a fake for tests.
+
+`FakeDevice` is public: it answers like a shared card whose other users come and go, and needs no hardware.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from vram_magic.devices.meter import LedgerMeter, Reservation
+from vram_magic.sizes import parse_size
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FakeDevice", "LedgerDevice"]
+
+
+class LedgerDevice:
+    """Counts declared sizes against a fixed capacity in bytes."""
+
+    name = "ledger"
+    holds_tensors = False
+    guard = "none: sizes are declared"
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.meter = LedgerMeter(capacity_bytes)
+        self.budget_setting: int | str = capacity_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.meter.limit_bytes
+
+    def budget_for(self, setting: int | str) -> int:
+        return parse_size(setting, what="budget")
+
+    def set_budget(self, setting: int | str) -> None:
+        self.budget_setting = self.meter.limit_bytes = self.budget_for(setting)
+
+    def refresh(self) -> None:
+        """A ledger has no outside world."""
+
+    def describe(self) -> str:
+        return "declared sizes"
+
+    def is_resident(self, tensor: torch.Tensor) -> NoReturn:
+        raise NotImplementedError("a ledger holds no tensors")
+
+    adopt = is_resident
+
+    def allocate(self, size_bytes: int, reservation: Reservation) -> NoReturn:
+        raise NotImplementedError("a ledger holds no tensors")
+
+    def freed(self, size_bytes: int) -> NoReturn:
+        raise NotImplementedError("a ledger holds no tensors")
+
+
+class FakeDevice(LedgerDevice):
+    """A ledger on a shared card: ``foreign_bytes`` of ``total_bytes`` belong to other processes."""
+
+    name = "fake"
+
+    def __init__(self, total_bytes: int, *, foreign_bytes: int = 0) -> None:
+        self.total_bytes = total_bytes
+        self.foreign_bytes = foreign_bytes
+        super().__init__(total_bytes - foreign_bytes)
+
+    def budget_for(self, setting: int | str) -> int:
+        if setting == "auto":
+            return self.total_bytes - self.foreign_bytes
+        return min(super().budget_for(setting), self.total_bytes - self.foreign_bytes)
+
+    def refresh(self) -> None:
+        self.meter.limit_bytes = self.budget_for(self.budget_setting)
+
+    def describe(self) -> str:
+        return "a simulated device"

@@ -1,0 +1,149 @@
+"""Counting bytes against a limit: the `Meter` protocol, and the one written in Python.
+
+Words, all in bytes:
+
+* *live*: in use now; *peak*: the highest live since the last reset
+* *committed*: live plus what reservations still hold; a commit never takes it past the limit
+* *reservation*: room taken out of the free bytes for someone who is about to use it
+
+`LedgerMeter` counts what it is told. It serves declared sizes, and a device whose allocations nobody counts. The other
+meter is the native guard, which counts by itself. Lock: a leaf lock of the meter's own, held for arithmetic only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Protocol
+
+__all__ = ["LedgerMeter", "Meter", "Reservation"]
+
+
+class Reservation(Protocol):
+    """Bytes promised to one taker."""
+
+    @property
+    def left_bytes(self) -> int:
+        """What has not been drawn yet."""
+
+    def draw(self, *, own_move: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Inside, allocations of this thread are paid for by the reservation. With ``own_move`` they never ask for
+        room, even beyond it: a move that waits for another move would wait for itself.
+        """
+
+    def spend(self, size_bytes: int) -> None:
+        """Turns reserved bytes into live ones that nobody allocates here (an outside engine's)."""
+
+    def release(self) -> None:
+        """Gives back what is left. Twice is once."""
+
+
+class Meter(Protocol):
+    """Live, committed and peak bytes under a limit."""
+
+    counts_allocations: bool
+    """Whether allocations and frees are seen without being told."""
+
+    limit_bytes: int
+
+    @property
+    def live_bytes(self) -> int: ...
+    @property
+    def committed_bytes(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def credit_bytes(self) -> int:
+        """What the reservation that this thread draws on still holds."""
+
+    def reset_peak(self) -> None: ...
+    def reserve(self, size_bytes: int) -> Reservation | None:
+        """Takes the bytes out of the free room at once, or returns None."""
+
+    def give_back(self, size_bytes: int) -> None:
+        """Ends the life of bytes that were spent or added."""
+
+    def add(self, size_bytes: int) -> None:
+        """Counts bytes that are live already."""
+
+
+class LedgerMeter:
+    """A meter that believes what it is told."""
+
+    counts_allocations = False
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._live = self._committed = self._peak = 0
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+
+    @property
+    def live_bytes(self) -> int:
+        return self._live
+
+    @property
+    def committed_bytes(self) -> int:
+        return self._committed
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    @property
+    def credit_bytes(self) -> int:
+        drawn: _LedgerReservation | None = getattr(self._thread, "drawn", None)
+        return drawn.left_bytes if drawn else 0
+
+    def reset_peak(self) -> None:
+        self._peak = self._live
+
+    def reserve(self, size_bytes: int) -> Reservation | None:
+        with self._lock:
+            if self._committed + size_bytes > self.limit_bytes:
+                return None
+            self._committed += size_bytes
+        return _LedgerReservation(self, size_bytes)
+
+    def give_back(self, size_bytes: int) -> None:
+        with self._lock:
+            self._live -= size_bytes
+            self._committed -= size_bytes
+
+    def add(self, size_bytes: int) -> None:
+        with self._lock:
+            self._committed += size_bytes
+            self._take(size_bytes)
+
+    def _take(self, size_bytes: int) -> None:
+        self._live += size_bytes
+        self._peak = max(self._peak, self._live)
+
+
+class _LedgerReservation:
+    def __init__(self, meter: LedgerMeter, size_bytes: int) -> None:
+        self._meter = meter
+        self.left_bytes = size_bytes
+
+    @contextlib.contextmanager
+    def draw(self, *, own_move: bool = False) -> Iterator[None]:  # noqa: ARG002  nothing here ever asks for room
+        thread = self._meter._thread
+        before = getattr(thread, "drawn", None)
+        thread.drawn = self
+        try:
+            yield
+        finally:
+            thread.drawn = before
+
+    def spend(self, size_bytes: int) -> None:
+        with self._meter._lock:
+            beyond = max(0, size_bytes - self.left_bytes)
+            self.left_bytes -= size_bytes - beyond
+            self._meter._committed += beyond
+            self._meter._take(size_bytes)
+
+    def release(self) -> None:
+        with self._meter._lock:
+            self._meter._committed -= self.left_bytes
+            self.left_bytes = 0

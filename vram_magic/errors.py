@@ -1,0 +1,53 @@
+"""The errors of vram_magic: one class for each mistake or mishap a user can meet.
+
+::
+
+    VRAMError(Exception)
+    ├── VRAMOutOfMemoryError(also torch.OutOfMemoryError)   in oom.py, since it needs torch
+    ├── UnknownModelError(also KeyError)
+    ├── SourceError(also ValueError)        the source cannot be read or is not a model
+    ├── BackingLostError(also OSError)      the file behind an evicted model is gone, short or replaced
+    └── ModelInUseError(also RuntimeError)
+
+A message has four parts, one a line: what happened, the numbers, the cause, the command that helps.
+This module knows nothing of torch, devices or notebooks, except that IPython asks an exception for
+``_render_traceback_``: there the few lines are worth more than a traceback.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackingLostError",
+    "ModelInUseError",
+    "SourceError",
+    "UnknownModelError",
+    "VRAMError",
+]
+
+
+class VRAMError(Exception):
+    """Base of all errors that vram_magic raises itself."""
+
+    def __str__(self) -> str:
+        # KeyError shows repr(args[0]), OSError looks for errno: a message of several lines wants neither.
+        return str(self.args[0]) if self.args else ""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class UnknownModelError(VRAMError, KeyError):
+    """No model of that name is registered."""
+
+
+class SourceError(VRAMError, ValueError):
+    """The source cannot be read, or what it gives is not a model."""
+
+
+class BackingLostError(VRAMError, OSError):
+    """The file behind an evicted model is gone, short or replaced."""
+
+
+class ModelInUseError(VRAMError, RuntimeError):
+    """The model is leased or pinned, so it stays where it is."""

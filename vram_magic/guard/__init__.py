@@ -1,0 +1,1 @@
+"""Noticing an allocation and asking for room. Knows nothing of who will leave."""

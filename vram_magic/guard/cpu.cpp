@@ -1,0 +1,230 @@
+// The native guard of the CPU device: torch's CPU allocator with a budget.
+//
+// It owns three counters, all in bytes:
+//   live       what torch has allocated through this guard (and storages adopted from before it) and not freed
+//   committed  live plus room promised to reservations; never passes the budget by an allocation
+//   peak       the highest value of live since it was last reset
+// A request that would pass the budget calls back, with no lock held; the callback either grants it (it has then
+// committed the bytes in this request's name) or gives up, and the request throws c10::OutOfMemoryError, which Python
+// sees as torch.OutOfMemoryError. It refuses to know who leaves, and what a model is.
+//
+// Rules learnt the hard way:
+//   * The context of a DataPtr must be its data pointer: oneDNN and convolutions call raw_allocate, which asserts it.
+//     So the exact size sits in a header in front of the data; malloc_usable_size would count more than was asked,
+//     and a request for exactly the free bytes would then pass the budget.
+//   * No exception may cross the callback, and a thread inside the callback never calls back again.
+//   * The library is never unloaded: memory that it handed out is freed through it, whenever that is.
+//
+// Needs the c10 headers only.  g++ -O2 -std=c++17 -shared -fPIC -I<torch>/include cpu.cpp -L<torch>/lib -lc10
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+namespace {
+
+constexpr size_t kHeader = 64;  // c10's alignment: the data behind the header stays as aligned as it was
+constexpr int kGranted = 1, kInterrupted = 2;
+
+using PressureFn = int64_t (*)(int64_t need);
+using InterruptFn = void (*)();
+
+std::atomic<int64_t> live{0}, committed{0}, peak{0}, budget{INT64_MAX}, calls{0};
+std::atomic<PressureFn> on_pressure{nullptr};
+std::atomic<InterruptFn> set_interrupt{nullptr};
+
+c10::Allocator* base = nullptr;
+c10::DeleterFnPtr base_free = nullptr;
+
+struct Reservation {
+  std::atomic<int64_t> left;
+};
+thread_local Reservation* drawing = nullptr;  // allocations of this thread draw on it first
+thread_local bool prepaid = false;            // our own moves: never call back, or a reload would wait for itself
+thread_local bool inside = false;
+thread_local std::string message;
+
+bool commit(int64_t n) {
+  int64_t now = committed.load();
+  do {
+    if (now > budget.load(std::memory_order_relaxed) - n) return false;
+  } while (!committed.compare_exchange_weak(now, now + n));
+  return true;
+}
+
+// The part of n that this thread's reservation pays for.
+int64_t draw(int64_t n) {
+  if (C10_LIKELY(!drawing)) return 0;
+  int64_t left = drawing->left.load(), take;
+  do {
+    take = left < n ? left : n;
+  } while (!drawing->left.compare_exchange_weak(left, left - take));
+  return take;
+}
+
+[[noreturn]] void refuse(int64_t n) {
+  std::string text = message.empty() ? "out of memory: the budget is " + std::to_string(budget.load()) + " bytes, " +
+                                           std::to_string(committed.load()) + " are taken, tried to allocate " +
+                                           std::to_string(n)
+                                     : std::move(message);
+  message.clear();
+  TORCH_CHECK_WITH(OutOfMemoryError, false, text);
+}
+
+// Commits n bytes, asking for room where the budget would be passed. Throws when there is none.
+void admit(int64_t n) {
+  if (C10_LIKELY(commit(n))) return;
+  auto ask = on_pressure.load();
+  if (prepaid || inside || !ask) {
+    if (!prepaid) refuse(n);
+    committed.fetch_add(n);  // a few bytes beyond what was promised; refusing them would break a move half way
+    return;
+  }
+  inside = true;
+  calls.fetch_add(1);
+  int64_t answer = ask(n);
+  inside = false;
+  if (answer & kInterrupted) {
+    if (auto raise = set_interrupt.load()) raise();
+  }
+  if (!(answer & kGranted)) refuse(n);
+}
+
+void took(int64_t n) {
+  int64_t now = live.fetch_add(n) + n, top = peak.load(std::memory_order_relaxed);
+  while (now > top && !peak.compare_exchange_weak(top, now)) {
+  }
+}
+
+void gave(int64_t n) {
+  live.fetch_sub(n);
+  committed.fetch_sub(n);
+}
+
+void release(void* data) {
+  if (!data) return;
+  char* raw = static_cast<char*>(data) - kHeader;
+  gave(*reinterpret_cast<int64_t*>(raw));
+  base_free(raw);
+}
+
+// Storages from before the guard carry no header: their sizes are kept aside.
+std::mutex adopted_mutex;
+std::unordered_map<void*, int64_t>& adopted() {
+  static auto* map = new std::unordered_map<void*, int64_t>();
+  return *map;
+}
+void release_adopted(void* data) {
+  {
+    std::lock_guard<std::mutex> hold(adopted_mutex);
+    auto found = adopted().find(data);
+    if (found != adopted().end()) {
+      gave(found->second);
+      adopted().erase(found);
+    }
+  }
+  base_free(data);
+}
+
+struct Guard final : c10::Allocator {
+  c10::DataPtr allocate(size_t n) override {
+    if (n == 0) return base->allocate(0);
+    int64_t size = static_cast<int64_t>(n), own = draw(size);
+    if (size > own) {
+      try {
+        admit(size - own);
+      } catch (...) {
+        if (own) drawing->left.fetch_add(own);
+        throw;
+      }
+    }
+    void* raw;
+    try {
+      raw = base->allocate(n + kHeader).release_context();
+    } catch (...) {  // the machine itself has no memory
+      if (own) drawing->left.fetch_add(own);
+      committed.fetch_sub(size - own);
+      throw;
+    }
+    *static_cast<int64_t*>(raw) = size;
+    took(size);
+    void* data = static_cast<char*>(raw) + kHeader;
+    return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, std::size_t n) const override { default_copy_data(to, from, n); }
+};
+Guard guard;
+
+}  // namespace
+
+extern "C" {
+void vm_install() {
+  auto* now = c10::GetCPUAllocator();
+  if (now == &guard) return;
+  base = now;
+  base_free = base->raw_deleter();
+  c10::SetCPUAllocator(&guard, 100);
+}
+void vm_uninstall() {
+  if (base && c10::GetCPUAllocator() == &guard) c10::SetCPUAllocator(base, 100);
+}
+int vm_installed() { return c10::GetCPUAllocator() == &guard; }
+void vm_callbacks(PressureFn pressure, InterruptFn interrupt) {
+  on_pressure = pressure;
+  set_interrupt = interrupt;
+}
+void vm_message(const char* text) { message = text; }
+void vm_set_budget(int64_t n) { budget = n; }
+int64_t vm_live() { return live; }
+int64_t vm_committed() { return committed; }
+int64_t vm_peak() { return peak; }
+int64_t vm_calls() { return calls; }
+void vm_reset_peak() { peak = live.load(); }
+
+// Takes n bytes of the free room, or returns null.
+Reservation* vm_reserve(int64_t n) { return commit(n) ? new Reservation{{n}} : nullptr; }
+int64_t vm_left(Reservation* r) { return r->left; }
+// Hands the bytes left to whoever is named in the callback's answer: they stay committed.
+void vm_transfer(Reservation* r) { delete r; }
+void vm_release(Reservation* r) {
+  committed.fetch_sub(r->left.exchange(0));
+  delete r;
+}
+// This thread's allocations draw on r (null: on nothing); returns what they drew on before.
+Reservation* vm_draw_on(Reservation* r, int own_move) {
+  auto* before = drawing;
+  drawing = r;
+  prepaid = own_move != 0;
+  return before;
+}
+int64_t vm_credit() { return drawing ? drawing->left.load() : 0; }
+// Declared bytes of an outside engine: counted, never allocated here.
+void vm_spend(Reservation* r, int64_t n) {
+  r->left.fetch_sub(n);
+  took(n);
+}
+void vm_give_back(int64_t n) { gave(n); }
+
+// Counts a storage that was allocated before the guard. Returns its bytes, 0 when it is counted already or empty,
+// -1 when its memory is not the CPU allocator's (a mapping, numpy's).
+int64_t vm_adopt(c10::StorageImpl* storage) {
+  auto& pointer = storage->_mutable_data_ptr_no_checks();
+  if (!pointer.get()) return 0;
+  auto free = pointer.get_deleter();
+  if (free == &release || free == &release_adopted) return 0;
+  if (!base_free || free != base_free) return -1;
+  int64_t size = static_cast<int64_t>(storage->nbytes());
+  std::lock_guard<std::mutex> hold(adopted_mutex);
+  if (!pointer.compare_exchange_deleter(base_free, &release_adopted)) return -1;
+  adopted()[pointer.get()] = size;
+  committed.fetch_add(size);
+  took(size);
+  return size;
+}
+}
