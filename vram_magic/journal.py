@@ -10,18 +10,21 @@ append while others read. Knows the policy, to replay it, and nothing of who mad
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import time as now
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 from uuid import uuid4
 
 from vram_magic import policy
 from vram_magic.sizes import format_blocks, format_size
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
 
 __all__ = ["Journal", "Record", "StepTaken"]
 
@@ -107,7 +110,7 @@ class Journal(Sequence[Record]):
         try:
             with draft.open("x", encoding="utf-8") as file:
                 file.writelines(f"{json.dumps(policy.to_json(record))}\n" for record in self)
-            os.replace(draft, target)
+            draft.replace(target)
         except BaseException:
             with suppress(OSError):
                 draft.unlink()
@@ -116,7 +119,7 @@ class Journal(Sequence[Record]):
     @staticmethod
     def read(path: str | os.PathLike[str]) -> list[Record]:
         """The records that `to_jsonl` wrote; ValueError names the line that is not one."""
-        with open(path, encoding="utf-8") as file:
+        with Path(path).open(encoding="utf-8") as file:
             return [_read_line(line, f"{path}, line {n}") for n, line in enumerate(file, 1) if line.strip()]
 
     @staticmethod

@@ -109,7 +109,8 @@ class Plan:
 
     def _headline(self) -> str:
         if not self.satisfied:
-            return f"not enough room: at most {format_size(self.missing_bytes)} missing, so no block would leave"
+            missing = format_size(self.missing_bytes)
+            return f"not enough room: at most {missing} missing, so no block would leave"
         if not self.steps:
             return "fits already: nothing would leave"
         return f"would free {format_size(self.freed_bytes)}:"
@@ -183,18 +184,20 @@ def _spared(
     models: Iterable[ModelState], moves: Iterable[Step], *, satisfied: bool
 ) -> tuple[tuple[str, str], ...]:
     taken = {step.model: step.blocks for step in moves}
-    reasons = ((model.name, _why_stays(model, taken.get(model.name, 0), satisfied)) for model in models)
+    reasons = (
+        (model.name, _why_stays(model, taken.get(model.name, 0), satisfied=satisfied)) for model in models
+    )
     return tuple((name, why) for name, why in reasons if why)
 
 
-def _why_stays(model: ModelState, taken: int, satisfied: bool) -> str:
+def _why_stays(model: ModelState, taken: int, *, satisfied: bool) -> str:
     """Why the model, or what would be left of it, stays; empty when nothing of it does."""
     if model.spared:
         return model.spared
-    return "; ".join(why for why in (_why_untaken(model, taken, satisfied), model.kept) if why)
+    return "; ".join(why for why in (_why_untaken(model, taken, satisfied=satisfied), model.kept) if why)
 
 
-def _why_untaken(model: ModelState, taken: int, satisfied: bool) -> str:
+def _why_untaken(model: ModelState, taken: int, *, satisfied: bool) -> str:
     rest = len(model.blocks) - taken
     if rest and not satisfied:
         return "may leave, but all that may leave is not enough"

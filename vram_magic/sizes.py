@@ -14,20 +14,22 @@ from numbers import Integral, Real
 
 __all__ = ["bytes_to_gb", "format_blocks", "format_size", "gb_to_bytes", "parse_size"]
 
+_KIB = 2**10
 _GB = 2**30
 _LARGEST = 2**62  # no memory is larger, and sums of a few of them still fit 64 bits elsewhere
 _PREFIXES = "KMGTPE"
-_UNITS = {
+_SHOWN = 60  # characters of a refused value: a mistaken argument may be a whole array
+_UNITS: dict[str, int] = {
     "": 1,
     "B": 1,
     **{f"{p}B": 10 ** (3 * i) for i, p in enumerate(_PREFIXES, 1)},
-    **{f"{p}IB": 2 ** (10 * i) for i, p in enumerate(_PREFIXES, 1)},
-    **{p: 2 ** (10 * i) for i, p in enumerate(_PREFIXES, 1)},
+    **{f"{p}IB": _KIB**i for i, p in enumerate(_PREFIXES, 1)},
+    **{p: _KIB**i for i, p in enumerate(_PREFIXES, 1)},
 }
 _SIZE = re.compile(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
-def parse_size(value: int | float | str, *, what: str = "size") -> int:
+def parse_size(value: float | str, *, what: str = "size") -> int:
     """Bytes meant by `value`: a whole number of bytes, or text such as ``"12GiB"`` or ``"800 MB"``.
 
     `what` names the argument in the message of the ValueError that anything else raises.
@@ -42,15 +44,13 @@ def parse_size(value: int | float | str, *, what: str = "size") -> int:
 
 def format_size(n: int) -> str:
     """`n` bytes as people read them: ``"512 B"``, ``"1.0 KiB"``, ``"-3.2 GiB"``."""
-    if abs(n) < 1024:
+    if abs(n) < _KIB:
         return f"{n} B"
-    scaled = float(n)
-    for prefix in _PREFIXES:
-        scaled /= 1024
-        # 1023.96 would print as 1024.0, which belongs to the next unit
-        if abs(scaled) < 1023.95:
-            break
-    return f"{scaled:.1f} {prefix}iB"
+    power = 1
+    # rounded first: 1023.96 would print as 1024.0, which belongs to the next unit
+    while round(abs(n) / _KIB**power, 1) >= _KIB and power < len(_PREFIXES):
+        power += 1
+    return f"{n / _KIB**power:.1f} {_PREFIXES[power - 1]}iB"
 
 
 def format_blocks(n: int) -> str:
@@ -60,7 +60,7 @@ def format_blocks(n: int) -> str:
 
 def gb_to_bytes(x: float) -> int:
     """Bytes in `x` units of 2**30, rounded to a whole byte; refuses what no size can be."""
-    if not _is_number(x) or not math.isfinite(x) or not 0 <= x <= _LARGEST / _GB:
+    if not _is_number(x) or not 0 <= x <= _LARGEST / _GB:
         raise ValueError(f"a size in units of 2**30 bytes must be a number of 0 or more, not {x!r}; try 4.0")
     return round(float(x) * _GB)
 
@@ -76,10 +76,11 @@ def _read_text(text: str, what: str) -> int:
         negative = text.lstrip().startswith("-") and _SIZE.fullmatch(text.replace("-", "", 1))
         raise _refusal(what, text, "is negative" if negative else "is not a size")
     # Decimal, not float: "0.3GB" is 300000000 bytes, and a long row of digits is too large, not an error
-    number = Decimal(match[1]) * _UNITS[match[2].upper()]
+    unit = _UNITS[match[2].upper()]
+    number = Decimal(match[1]) * unit
     if number > _LARGEST:
         raise _refusal(what, text, "is larger than any memory")
-    if _UNITS[match[2].upper()] == 1 and number != number.to_integral_value():
+    if unit == 1 and number % 1:
         raise _refusal(what, text, "is not a whole number of bytes")
     return round(number)
 
@@ -102,5 +103,5 @@ def _is_number(value: object) -> bool:
 
 def _refusal(what: str, value: object, problem: str) -> ValueError:
     shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
     return ValueError(f'{what}: {shown} {problem}; try "12GiB", "800MB" or a whole number of bytes')

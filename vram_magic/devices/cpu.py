@@ -68,10 +68,8 @@ class CpuDevice:
         return tensor.device.type == "cpu" and tensor.untyped_storage().resizable()
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        if self.meter.counts_allocations:
-            self.meter.adopt(tensor.untyped_storage()._cdata)
-        else:
-            self.meter.add(tensor.untyped_storage().nbytes())
+        storage = tensor.untyped_storage()
+        self.meter.adopt(storage._cdata, storage.nbytes())
 
     def allocate(self, size_bytes: int, reservation: Reservation) -> torch.Tensor:
         with reservation.draw(own_move=True):

@@ -62,10 +62,10 @@ class Meter(Protocol):
         """Takes the bytes out of the free room at once, or returns None."""
 
     def give_back(self, size_bytes: int) -> None:
-        """Ends the life of bytes that were spent or added."""
+        """Ends the life of bytes that were spent or adopted."""
 
-    def add(self, size_bytes: int) -> None:
-        """Counts bytes that are live already."""
+    def adopt(self, storage_address: int, size_bytes: int) -> None:
+        """Counts a storage that is live already, unless it was counted."""
 
 
 class LedgerMeter:
@@ -111,7 +111,7 @@ class LedgerMeter:
             self._live -= size_bytes
             self._committed -= size_bytes
 
-    def add(self, size_bytes: int) -> None:
+    def adopt(self, storage_address: int, size_bytes: int) -> None:  # noqa: ARG002  told once a storage
         with self._lock:
             self._committed += size_bytes
             self._take(size_bytes)

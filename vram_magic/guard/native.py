@@ -123,12 +123,8 @@ class CpuGuard:
     def give_back(self, size_bytes: int) -> None:
         self._library.vm_give_back(size_bytes)
 
-    def add(self, size_bytes: int) -> None:
-        """Nothing to do: what is live is counted."""
-
-    def adopt(self, storage_address: int) -> bool:
-        """Counts the storage if it was allocated before the guard; False when the allocator does not own it."""
-        return int(self._library.vm_adopt(storage_address)) >= 0
+    def adopt(self, storage_address: int, size_bytes: int) -> None:  # noqa: ARG002  the storage knows its size
+        self._library.vm_adopt(storage_address)
 
     def explain(self, text: str) -> None:
         """The message of the out-of-memory error that this thread's refused request is about to raise."""

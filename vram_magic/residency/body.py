@@ -1,0 +1,424 @@
+"""A model's body: its weights in blocks, what backs each of them, and the moves between device and file.
+
+Words:
+
+* a *record* remembers about one span what the tensors cannot tell: where its true bytes lie outside the device (its
+  *backing*), their hash, and the private mapping that stands in while it is out
+* a *block* is a run of spans in module order, up to ``block_bytes``; it leaves and returns whole
+* an *origin* is the place in a weight file that a tensor is believed to come from; it becomes a backing when the bytes
+  have been proven equal
+
+A move never loses a byte: the new memory is made first, the old is kept until the new has been proven, and a block that
+could not move whole is put back. All sizes are bytes.
+
+Lock: none of its own. The manager lets one thread at a time look at or move a body. It refuses to know tiers, leases
+and who asked.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+
+import torch
+
+from vram_magic.devices.base import Device
+from vram_magic.devices.meter import Reservation
+from vram_magic.errors import BackingLostError
+from vram_magic.residency.checkpoint import TensorRange, WeightFile, torch_dtype_name
+from vram_magic.residency.digest import digest, digest_file, read_digested
+from vram_magic.residency.mapping import map_range, memory_at, was_written
+from vram_magic.residency.spans import Span, survey
+from vram_magic.residency.spill import SpillStore
+from vram_magic.residency.swap import busy, replace
+
+__all__ = ["Block", "Body", "Figures", "Kept", "Key", "Record"]
+
+Key = tuple[int, int]
+"""Of a span: its storage and first byte."""
+
+_LOAD_PATIENCE_S = 0.25  # how long a load waits for an operation that reads the evicted weight directly
+
+
+@dataclass(eq=False)  # no slots: it is referred to weakly
+class Record:
+    """What is known of one span besides its tensors."""
+
+    nbytes: int
+    origin: TensorRange | None = None
+    file: WeightFile | None = None
+    offset: int = 0
+    digest: int | None = None
+    mapping: torch.Tensor | None = None
+    retired: torch.Tensor | None = None
+    edited: bool = False
+    counted: bool = False
+
+    @property
+    def spilled(self) -> bool:
+        return self.file is not None and (self.origin is None or self.file is not self.origin.file)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Weights that cannot leave, and why."""
+
+    name: str
+    nbytes: int
+    reason: str
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Spans that leave and return together. ``kept`` says why the block cannot leave now."""
+
+    spans: list[Span] = field(default_factory=list)
+    total_bytes: int = 0
+    resident_bytes: int = 0
+    kept: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a body looked like when it was last looked at."""
+
+    total_bytes: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    blocks: tuple[tuple[int, int], ...] = ()
+    kept: tuple[Kept, ...] = ()
+    copied: tuple[str, ...] = ()
+
+
+class Body:
+    """The weights of some modules on one device."""
+
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, torch.nn.Module]],
+        device: Device,
+        store: SpillStore,
+        block_bytes: int,
+        origins: Mapping[str, TensorRange] | None = None,
+        shared: MutableMapping[Key, Record] | None = None,
+    ) -> None:
+        self._modules = [(prefix, weakref.ref(module)) for prefix, module in modules]
+        self._device = device
+        self._store = store
+        self._block_bytes = block_bytes
+        self._origins = dict(origins or {})
+        # Bodies that share weights share their records: one that moves them tells the others.
+        self._shared = weakref.WeakValueDictionary[Key, Record]() if shared is None else shared
+        self._records: dict[Key, Record] = {}
+        self.figures = Figures()
+        self.complete = False
+        """Every weight that can be on the device is there: nothing to load."""
+
+    # ------------------------------------------------------------------------------------------------ looking
+
+    def look(self) -> list[Block]:
+        """The blocks as they are now; refreshes `figures`."""
+        spans = survey(self._roots(), self._device.name)
+        self._match(spans)
+        blocks = self._grouped([span for span in spans if not span.fixed])
+        self._measure(spans, blocks)
+        return blocks
+
+    def look_for_idle(self) -> list[Block]:
+        """`look`, with ``kept`` filled in for resident blocks that are in use."""
+        blocks = self.look()
+        for block in blocks:
+            if block.resident_bytes:
+                reasons = (busy(span) for span in block.spans if self._resident(span))
+                block.kept = next((reason for reason in reasons if reason), "")
+        return blocks
+
+    def proven(self, block: Block) -> bool:
+        """Whether every resident weight of the block is unmodified and safe in its own readable, unchanged file."""
+        return all(self._clean(span) for span in block.spans if self._resident(span))
+
+    def _clean(self, span: Span) -> bool:
+        record = self._records[span.key]
+        if record.spilled or not (record.file or record.origin):
+            return False
+        now = digest(span.bytes)
+        if record.digest is None:
+            self._prove_origin(record, now)
+        return record.file is not None and record.file.unchanged() and record.digest == now
+
+    def _roots(self) -> list[tuple[str, torch.nn.Module]]:
+        return [(prefix, module) for prefix, ref in self._modules if (module := ref()) is not None]
+
+    def _resident(self, span: Span) -> bool:
+        return self._device.is_resident(span.tensors[0])
+
+    def _match(self, spans: list[Span]) -> None:
+        """Keeps the records of spans that are still there, starts new ones, lets go of the rest."""
+        known, self._records = self._records, {}
+        for span in spans:
+            record = self._shared.get(span.key)
+            if record is None or record.nbytes != span.nbytes:
+                record = Record(span.nbytes, origin=self._origin_of(span))
+            self._remember(span.key, record)
+            if span.nbytes and not record.counted and self._resident(span):
+                self._device.adopt(span.tensors[0])
+                record.counted = True
+        self._uncount(record for key, record in known.items() if self._records.get(key) is not record)
+
+    def _remember(self, key: Key, record: Record) -> None:
+        self._records[key] = self._shared[key] = record
+
+    def _uncount(self, gone: Iterable[Record]) -> None:
+        for record in gone:
+            if record.counted:
+                record.counted = False  # who shares it and still has it counts it again
+                self._device.freed(record.nbytes)
+
+    @property
+    def keys(self) -> set[Key]:
+        """The spans seen by the last look, to tell which bodies share memory."""
+        return set(self._records)
+
+    def forget(self) -> None:
+        """Lets go of all records: spill files that nobody else needs are removed."""
+        self._uncount(self._records.values())
+        self._records.clear()
+
+    def _origin_of(self, span: Span) -> TensorRange | None:
+        dtype = None if span.fixed else span.contiguous_dtype()
+        for name in span.names if dtype is not None else ():
+            found = self._origins.get(name)
+            if found and _fits(found, span, dtype):
+                return found
+        return None
+
+    def _grouped(self, spans: list[Span]) -> list[Block]:
+        blocks: list[Block] = []
+        for span in spans:
+            if not blocks or blocks[-1].total_bytes + span.nbytes > self._block_bytes:
+                blocks.append(Block())
+            blocks[-1].spans.append(span)
+            blocks[-1].total_bytes += span.nbytes
+            blocks[-1].resident_bytes += span.nbytes if self._resident(span) else 0
+        return blocks
+
+    def _measure(self, spans: list[Span], blocks: list[Block]) -> None:
+        sums = {"device": 0, "host": 0, "disk": 0}
+        for span in spans:
+            sums[self._home(span)] += span.nbytes
+        self.figures = Figures(
+            total_bytes=sum(span.nbytes for span in spans),
+            device_bytes=sums["device"],
+            host_bytes=sums["host"],
+            disk_bytes=sums["disk"],
+            blocks=tuple((block.total_bytes, block.resident_bytes) for block in blocks),
+            kept=tuple(Kept(span.names[0], span.nbytes, span.fixed) for span in spans if span.fixed),
+            copied=tuple(span.names[0] for span in spans if self._records[span.key].edited and span.names),
+        )
+        self.complete = all(block.resident_bytes == block.total_bytes for block in blocks)
+
+    def _home(self, span: Span) -> str:
+        if span.nbytes == 0 or self._resident(span):
+            return "device"
+        if self._records[span.key].spilled:
+            return "host"
+        return "disk" if span.pages else "device"
+
+    # ------------------------------------------------------------------------------------------------ leaving
+
+    def evict(self, blocks: list[Block], *, only_proven: bool = False) -> tuple[int, list[str]]:
+        """Moves the blocks out; returns the bytes that left and why others stayed.
+
+        Each block is whole on one side afterwards. An OSError (a full disk) is a reason to stay, not an error.
+        ``only_proven``: leave only what is safe in its own file, and copy nothing.
+        """
+        freed, stayed = 0, []
+        for block in reversed(blocks):
+            try:
+                left, reason = self._evict_block(block, only_proven=only_proven)
+            except OSError as error:
+                left, reason = 0, error.strerror or str(error)
+            freed += left
+            if reason:
+                stayed.append(reason)
+        self.look()
+        return freed, stayed
+
+    def _evict_block(self, block: Block, *, only_proven: bool) -> tuple[int, str]:
+        spans = [span for span in block.spans if self._resident(span)]
+        before = [self._back(span) for span in spans]
+        unsafe = [span for span, safe in zip(spans, before, strict=True) if not safe]
+        if unsafe and only_proven:
+            return 0, "it was edited, or its file does not hold it"
+        if unsafe:
+            self._spill(unsafe)
+        return self._leave(spans)
+
+    def _back(self, span: Span) -> bool:
+        """Whether the record's backing holds (or is about to be proven to hold) the span's bytes."""
+        record = self._records[span.key]
+        if record.file is None and record.origin is not None and not record.edited:
+            self._prove_origin(record, digest(span.bytes))
+        if record.file is None or not record.file.unchanged():
+            return False
+        return record.digest == digest(span.bytes)
+
+    def _prove_origin(self, record: Record, now: int) -> None:
+        origin = record.origin
+        if origin is None or not origin.file.unchanged():
+            return
+        if digest_file(origin.file, origin.offset, record.nbytes) == now:
+            record.file, record.offset, record.digest = origin.file, origin.offset, now
+        else:
+            record.edited = True
+
+    def _spill(self, spans: list[Span]) -> None:
+        views = [span.bytes for span in spans]
+        file, offsets = self._store.write(views)
+        for span, view, offset in zip(spans, views, offsets, strict=True):
+            record = self._records[span.key]
+            record.edited = record.origin is not None
+            record.file, record.offset = file, offset
+            record.digest = digest(view)
+
+    def _leave(self, spans: list[Span]) -> tuple[int, str]:
+        """All spans become mappings of their backings, or none does."""
+        moved: list[tuple[Span, Record]] = []
+        reason = ""
+        for span in spans:
+            record = self._records[span.key]
+            assert record.file is not None  # noqa: S101  `_back` or `_spill` has seen to it
+            record.mapping = map_range(record.file.fd, record.offset, record.nbytes)
+            if not replace(span, span.retarget(record.mapping)):
+                record.mapping = None
+                reason = busy(span) or "it was in use at that moment"
+                break
+            moved.append((span, record))
+        if not reason and any(digest(span.bytes) != record.digest for span, record in moved):
+            # Nobody but us can reach the old memory any more, so what it holds is the last word.
+            reason = "it was edited while it was leaving"
+        if reason:
+            _undo(moved)
+            return 0, reason
+        return sum(self._let_go(span, record) for span, record in moved), ""
+
+    def _let_go(self, span: Span, record: Record) -> int:
+        assert record.mapping is not None  # noqa: S101
+        self._records.pop(span.key)
+        span.moved_to(record.mapping)
+        self._remember(span.key, record)
+        record.retired = None
+        self._uncount([record])
+        return record.nbytes
+
+    # ---------------------------------------------------------------------------------------------- returning
+
+    def missing_bytes(self) -> int:
+        """Bytes that a load would bring to the device."""
+        return sum(block.total_bytes - block.resident_bytes for block in self.look())
+
+    def load(self, reservation: Reservation) -> int:
+        """Brings every block back, into memory that the reservation pays for; returns the bytes.
+
+        First everything is read, then everything is put in place: a failure leaves the body as it was. Raises
+        `BackingLostError` when a file no longer holds what left.
+        """
+        fetched: list[tuple[Span, torch.Tensor, int | None]] = []
+        arrived = 0
+        try:
+            for span in [s for block in self.look() for s in block.spans if not self._resident(s)]:
+                memory = self._device.allocate(span.nbytes, reservation)
+                fetched.append((span, memory, None))
+                fetched[-1] = (span, memory, self._fetch(span, memory))
+            while fetched:
+                arrived += self._arrive(*fetched.pop())
+        finally:
+            for span, _, _ in fetched:  # what was fetched for nothing goes at once
+                self._device.freed(span.nbytes)
+            fetched.clear()
+        self.look()
+        return arrived
+
+    def _fetch(self, span: Span, memory: torch.Tensor) -> int | None:
+        """Fills device memory with the span's true bytes; returns their hash when they come from its backing."""
+        record, room = self._records[span.key], memory_at(memory.data_ptr(), span.nbytes)
+        self._adopt_mapped_file(span, record)
+        if record.file is None or not self._untouched(span, record):
+            room[:] = span.bytes
+            return None
+        found = read_digested(record.file, record.offset, room)
+        if record.digest is not None and found != record.digest:
+            raise BackingLostError(
+                f"The weights of {span.names[0]!r} cannot be loaded again.\n"
+                f"{record.nbytes} bytes at {record.offset} of {record.file.path} are not those that were there.\n"
+                "The file was written to after the model was loaded from it.\n"
+                "Restore the file, or load the model anew: %load_model NAME SOURCE"
+            )
+        return found
+
+    def _adopt_mapped_file(self, span: Span, record: Record) -> None:
+        """A weight that a loader mapped straight from its origin needs no other proof than the place."""
+        origin = record.origin
+        if record.file is None and origin is not None and origin.file.unchanged():
+            identity = origin.file.identity
+            if span.file_place == (identity.device, identity.inode, origin.offset):
+                record.file, record.offset = origin.file, origin.offset
+
+    def _untouched(self, span: Span, record: Record) -> bool:
+        """Whether the mapping that stands in for the weights was not written to while they were out."""
+        written = was_written(span.address, span.nbytes)
+        if written is False:
+            return True
+        # Unknown, or a neighbour's page: the bytes decide.
+        assert record.file is not None  # noqa: S101
+        known = record.digest
+        if known is None:
+            known = digest_file(record.file, record.offset, record.nbytes)
+        return digest(span.bytes) == known
+
+    def _arrive(self, span: Span, memory: torch.Tensor, found: int | None) -> int:
+        record = self._records[span.key]
+        if not self._replaced(span, span.retarget(memory), holders=int(record.mapping is not None)):
+            self._device.freed(span.nbytes)
+            return 0
+        record.retired, record.mapping = record.mapping, None  # a late reader of the mapping still finds it
+        if found is None:
+            record.file, record.edited = None, record.origin is not None
+        record.digest, record.counted = found, True
+        self._records.pop(span.key)
+        span.moved_to(memory)
+        self._remember(span.key, record)
+        return span.nbytes
+
+    def _replaced(self, span: Span, fresh: list[torch.Tensor], holders: int) -> bool:
+        deadline = time.monotonic() + _LOAD_PATIENCE_S
+        while not replace(span, fresh, holders=holders, ignore_python=True):
+            if time.monotonic() > deadline:
+                return False  # someone computes with the mapping; it gives the right values where it is
+            time.sleep(0.001)
+        return True
+
+    def read_back_spilled(self) -> None:
+        """Copies spilled weights into plain memory, so that their files can go; then forgets all records."""
+        for span in [s for block in self.look() for s in block.spans]:
+            if self._records[span.key].spilled and not self._resident(span):
+                memory = torch.empty(span.nbytes, dtype=torch.uint8)
+                memory_at(memory.data_ptr(), span.nbytes)[:] = span.bytes
+                self._replaced(span, span.retarget(memory), holders=1)
+        self.forget()
+
+
+def _undo(moved: list[tuple[Span, Record]]) -> None:
+    for span, record in moved:
+        for tensor, before in zip(span.tensors, span.original(), strict=True):
+            tensor.data = before
+        record.mapping = None
+
+
+def _fits(origin: TensorRange, span: Span, dtype: torch.dtype | None) -> bool:
+    """Whether mapping the range would give the very bytes: same type and size, and aligned for the type."""
+    same = getattr(torch, torch_dtype_name(origin.dtype)) is dtype and origin.nbytes == span.nbytes
+    return same and origin.offset % span.tensors[0].element_size() == 0

@@ -1,0 +1,247 @@
+"""Spans: the memory behind a model's tensors, found anew each time by walking its modules.
+
+A *span* is one storage with all the model's tensors over it, so ties and views are one span and are counted once. Where
+a file is mapped as one big storage for many tensors (as some loaders do), a span is one range of it.
+
+Nothing is remembered here: a parameter that was replaced, an adapter that was added, are simply found. The walk reads
+``__dict__`` directly and runs no code of the user's. It takes no lock; sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from vram_magic.residency.mapping import FilePages, file_pages, memory_at
+
+__all__ = ["Span", "survey"]
+
+_OWN = {"_parameters", "_buffers", "_modules"}
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_NO_MEMORY = torch.UntypedStorage(0)
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """One piece of memory and the tensors over it.
+
+    ``memory`` is the storage, held so that it cannot go while it is looked at; the span is one range of it.
+    ``tensors`` are all the tensors the model has there; ``slots[i]`` counts the places in the model that refer to
+    ``tensors[i]``; ``names`` are those of parameters and buffers, as in ``state_dict()``. ``fixed`` says why the memory
+    can never be moved, and is empty when it can. ``alone``: no other span lies over the same storage.
+    """
+
+    memory: torch.UntypedStorage
+    start: int
+    end: int
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    fixed: str = ""
+    alone: bool = True
+    pages: FilePages | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Tells spans apart while their memory lives: the storage's address and the first byte."""
+        return self.memory._cdata, self.start
+
+    @property
+    def owned(self) -> bool:
+        """Whether an allocator of torch's owns the memory; a mapping, numpy's and shared memory cannot grow."""
+        return self.memory.resizable()
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr() + self.start
+
+    @property
+    def bytes(self) -> memoryview:
+        """The span's memory, writable; valid while the span lives. Only where the CPU can reach it."""
+        return memory_at(self.address, self.nbytes)
+
+    @property
+    def file_place(self) -> tuple[int, int, int] | None:
+        """(device, inode, offset) when the memory is a private mapping of a file."""
+        return self.pages.place_of(self.address) if self.pages else None
+
+    def contiguous_dtype(self) -> torch.dtype | None:
+        """The dtype when one plain contiguous tensor is all there is: only then a file can hold the same bytes."""
+        first = self.tensors[0]
+        same = all(_layout(tensor) == _layout(first) for tensor in self.tensors)
+        whole = first.numel() * first.element_size() == self.nbytes and _first_byte(first) == self.start
+        return first.dtype if same and whole and first.is_contiguous() else None
+
+    def retarget(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The span's tensors anew over ``memory`` (uint8, `nbytes` long), with their own offsets and strides."""
+        storage = memory.untyped_storage()
+        return [_over(storage, tensor, self.start) for tensor in self.tensors]
+
+    def original(self) -> list[torch.Tensor]:
+        """The span's tensors anew over its own memory: undoes a replacement (only of a whole storage)."""
+        return [_over(self.memory, tensor, 0) for tensor in self.tensors]
+
+    def moved_to(self, memory: torch.Tensor) -> None:
+        """Told after the tensors lie over ``memory``: lets go of the old."""
+        self.memory, self.start, self.end = memory.untyped_storage(), 0, self.nbytes
+
+
+def survey(modules: Iterable[tuple[str, torch.nn.Module]], device_type: str) -> list[Span]:
+    """The spans of all modules below ``modules`` (name prefix, root), in module order. Tensors without bytes are left
+    out, lazy parameters that have none yet too.
+    """
+    spans: dict[int, list[Span]] = {}
+    plain: list[torch.Tensor] = []
+    for module_name, module in _walk(modules):
+        for name, tensor in _named(module):
+            _place(spans, tensor, f"{module_name}{name}", device_type)
+        plain += _attributes(module)
+    for tensor in plain:
+        _place_alias(spans, tensor)
+    for group in spans.values():
+        for span in group:
+            span.alone = len(group) == 1
+    found = [span for group in spans.values() for span in group]
+    _find_pages(found)
+    return found
+
+
+def _walk(roots: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.nn.Module]]:
+    seen: set[int] = set()
+    stack = [(prefix, root) for prefix, root in reversed(list(roots))]
+    while stack:
+        prefix, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield prefix, module
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its named_parameters() covers the children
+        children = module.__dict__.get("_modules", {})
+        stack += [(f"{prefix}{name}.", child) for name, child in reversed(children.items()) if child is not None]
+
+
+def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(module, torch.jit.ScriptModule):
+        yield from module.named_parameters()
+        yield from module.named_buffers()
+        return
+    for kind in ("_parameters", "_buffers"):
+        for name, tensor in list(module.__dict__.get(kind, {}).items()):
+            if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
+                yield name, tensor
+
+
+def _attributes(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Tensors in plain attributes, or in a list, tuple or dict that is one (an LSTM's flat weights)."""
+    found = []
+    for name, value in module.__dict__.items():
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif value and name not in _OWN and isinstance(value, list | tuple | dict):
+            inside = value.values() if isinstance(value, dict) else value
+            found += [item for item in inside if isinstance(item, torch.Tensor)]
+    return found
+
+
+def _place(spans: dict[int, list[Span]], tensor: torch.Tensor, name: str, device_type: str) -> None:
+    fixed = _fixed(tensor, device_type)
+    if fixed and tensor.layout != torch.strided:
+        spans.setdefault(-id(tensor), []).append(Span(_NO_MEMORY, 0, 0, [tensor], [1], [name], fixed))
+        return
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return
+    span = _span_for(spans, tensor, storage)
+    span.fixed = span.fixed or fixed
+    span.names.append(name)
+    _add(span, tensor)
+
+
+def _place_alias(spans: dict[int, list[Span]], tensor: torch.Tensor) -> None:
+    """A plain attribute matters only where it lies over memory that a parameter or buffer owns."""
+    if tensor.layout != torch.strided or type(tensor) not in _PLAIN_TYPES:
+        return
+    for span in spans.get(tensor.untyped_storage()._cdata, ()):
+        if span.owned or _first_byte(tensor) < span.end and span.start < _last_byte(tensor):
+            _add(span, tensor)
+
+
+def _span_for(spans: dict[int, list[Span]], tensor: torch.Tensor, storage: torch.UntypedStorage) -> Span:
+    group = spans.setdefault(storage._cdata, [])
+    if storage.resizable():
+        if not group:
+            group.append(Span(storage, 0, storage.nbytes()))
+        return group[0]
+    start, end = _first_byte(tensor), _last_byte(tensor)
+    touching = [span for span in group if start < span.end and span.start < end]
+    span = touching[0] if touching else Span(storage, start, end)
+    if not touching:
+        group.append(span)
+    elif (start, end) != (span.start, span.end):
+        span.fixed = "overlapping views of one mapped file"
+    return span
+
+
+def _add(span: Span, tensor: torch.Tensor) -> None:
+    for index, known in enumerate(span.tensors):
+        if known is tensor:
+            span.slots[index] += 1
+            return
+    span.tensors.append(tensor)
+    span.slots.append(1)
+
+
+def _fixed(tensor: torch.Tensor, device_type: str) -> str:
+    """Why the memory of the tensor cannot be moved."""
+    if type(tensor) not in _PLAIN_TYPES:
+        return f"a tensor of type {type(tensor).__name__}"
+    if tensor.layout != torch.strided:
+        return f"a {str(tensor.layout).removeprefix('torch.')} tensor"
+    if tensor.device.type not in (device_type, "cpu"):
+        return f"on the device {tensor.device}"
+    if tensor.is_inference():
+        return "made under inference_mode, so its data cannot be replaced"
+    if tensor.is_quantized:
+        return "a quantized tensor with side state"
+    if tensor.is_conj() or tensor.is_neg():
+        return "a lazily conjugated or negated tensor"
+    return ""
+
+
+def _find_pages(spans: list[Span]) -> None:
+    mapped = [span for span in spans if not span.owned and not span.fixed]
+    pages = file_pages() if mapped else []
+    for span in mapped:
+        address = span.address
+        span.pages = next((p for p in pages if p.start <= address and address + span.nbytes <= p.end), None)
+        if span.pages is None:
+            span.fixed = "in memory that torch does not own (numpy's, or shared)"
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _first_byte(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset() * tensor.element_size())
+
+
+def _last_byte(tensor: torch.Tensor) -> int:
+    """One past the last byte that the tensor touches."""
+    if not tensor.numel():
+        return _first_byte(tensor)
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((tensor.storage_offset() + reach + 1) * tensor.element_size())
+
+
+def _over(storage: torch.UntypedStorage, tensor: torch.Tensor, start: int) -> torch.Tensor:
+    offset = tensor.storage_offset() - start // tensor.element_size()
+    fresh = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return fresh.set_(storage, offset, tensor.shape, tensor.stride())  # type: ignore[call-overload,no-any-return]
