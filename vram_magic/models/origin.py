@@ -47,7 +47,7 @@ def state_entries(module: nn.Module) -> dict[str, torch.Tensor]:
     """What ``state_dict(keep_vars=True)`` would hold, ties under each name, without calling its overrides."""
     entries: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     for prefix, owner in module.named_modules(remove_duplicate=False):
-        passing = owner._non_persistent_buffers_set  # noqa: SLF001 - torch offers no other way to tell
+        passing = owner._non_persistent_buffers_set
         for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
             if name not in passing:
                 entries[f"{prefix}.{name}" if prefix else name] = buffer

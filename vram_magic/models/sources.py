@@ -209,7 +209,7 @@ def _identity(builder: object) -> object:
 def _from_name(source: str | os.PathLike[str], dtype: torch.dtype | None, into: object) -> Source:
     path = Path(source).expanduser()
     with _reading(source):
-        is_folder, is_file = path.is_dir(), path.is_file()
+        is_folder, is_file = path.is_dir() and source != "", path.is_file()
     if is_folder:
         return _from_folder(path, dtype, into)
     if is_file or path.suffix in (*_PICKLES, ".safetensors") or path.name.endswith(INDEX_SUFFIX):
@@ -283,14 +283,12 @@ def _weight_files(folder: Path) -> tuple[FileIdentity, ...]:
 def _downloaded(repo_id: str) -> Path:
     hub = _library("huggingface_hub")
     try:
-        folder = Path(
-            hub.snapshot_download(repo_id, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_OTHER_RUNTIMES)
-        )
+        folder = Path(hub.snapshot_download(repo_id, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_OTHER_RUNTIMES))
         if not any(folder.rglob("*.safetensors")):
             hub.snapshot_download(repo_id, allow_patterns=_HUB_PICKLES, ignore_patterns=_HUB_OTHER_RUNTIMES)
     except Exception as error:
         cause = f"No folder has that name, and the hub gave nothing: {_first_line(error)}"
-        remedy = f"huggingface-cli download {repo_id}   (in a terminal that is online)"
+        remedy = f"!hf download {repo_id}   (while online)"
         raise _refused(repo_id, cause, remedy) from error
     return folder
 
@@ -427,9 +425,7 @@ def _load_processor(folder: Path) -> object:
     transformers, causes = _library("transformers"), []
     for name in _PROCESSOR_CLASSES:
         try:
-            return getattr(transformers, name).from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+            return getattr(transformers, name).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # noqa: BLE001 - each class refuses the others' files in its own way
             causes.append(f"{name}: {_first_line(error)}")
     raise _refused(folder, "No processor could be read from it. " + "; ".join(causes))
@@ -467,9 +463,7 @@ def _from_weights(path: Path, dtype: torch.dtype | None, into: object) -> Source
         return _fill(module, Checkpoint.open(path), dtype)
 
     files = tuple(file.identity for file in Checkpoint.open(path).files)
-    return Source(
-        "safetensors", ("safetensors", str(path.resolve()), dtype, files, _identity(into)), build, path
-    )
+    return Source("safetensors", ("safetensors", str(path.resolve()), dtype, files, _identity(into)), build, path)
 
 
 def _fill(module: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype | None) -> nn.Module:
@@ -543,9 +537,7 @@ def _dtype_named(name: str | None) -> torch.dtype | None:
     dtype = getattr(torch, _SHORT_DTYPES.get(text, text), None)
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
-    raise _refused(
-        name, "It is no floating-point dtype of torch.", "%load_model NAME SOURCE --dtype bfloat16"
-    )
+    raise _refused(name, "It is no floating-point dtype of torch.", "%load_model NAME SOURCE --dtype bfloat16")
 
 
 @contextmanager
@@ -563,8 +555,6 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _refused(
-    source: object, cause: str, remedy: str = "%load_model NAME MODEL_OR_BUILDER_OR_FOLDER"
-) -> SourceError:
-    shown = str(source) if isinstance(source, str | os.PathLike) else f"a {type(source).__name__}"
+def _refused(source: object, cause: str, remedy: str = "%load_model NAME MODEL_OR_BUILDER_OR_FOLDER") -> SourceError:
+    shown = str(source) if isinstance(source, str | os.PathLike) else f"an object of type {type(source).__name__}"
     return SourceError(f"No model can be made of {shown}.\n0 weights were loaded.\n{cause}\n{remedy}")

@@ -114,6 +114,8 @@ class Body:
         self._shared = weakref.WeakValueDictionary[Key, Record]() if shared is None else shared
         self._records: dict[Key, Record] = {}
         self.figures = Figures()
+        self.staying = ""
+        """Why some block could not leave when it was last asked to."""
         self.complete = False
         """Every weight that can be on the device is there: nothing to load."""
 
@@ -134,6 +136,7 @@ class Body:
             if block.resident_bytes:
                 reasons = (busy(span) for span in block.spans if self._resident(span))
                 block.kept = next((reason for reason in reasons if reason), "")
+        self.staying = next((block.kept for block in blocks if block.kept), "")
         return blocks
 
     def proven(self, block: Block) -> bool:
@@ -245,6 +248,7 @@ class Body:
             if reason:
                 stayed.append(reason)
         self.look()
+        self.staying = stayed[0] if stayed else ""
         return freed, stayed
 
     def _evict_block(self, block: Block, *, only_proven: bool) -> tuple[int, str]:
@@ -401,13 +405,17 @@ class Body:
             time.sleep(0.001)
         return True
 
-    def read_back_spilled(self) -> None:
-        """Copies spilled weights into plain memory, so that their files can go; then forgets all records."""
-        for span in [s for block in self.look() for s in block.spans]:
-            if self._records[span.key].spilled and not self._resident(span):
-                memory = torch.empty(span.nbytes, dtype=torch.uint8)
+    def read_back_spilled(self, reservation: Reservation | None) -> None:
+        """Copies spilled weights into memory that the reservation pays for; then forgets all records.
+
+        Without a reservation they stay mappings: the mapping keeps its file's bytes, also once the file has no name.
+        """
+        spilled = [s for block in self.look() for s in block.spans if self._records[s.key].spilled]
+        for span in spilled if reservation is not None else []:
+            if not self._resident(span):
+                memory = self._device.allocate(span.nbytes, reservation)
                 memory_at(memory.data_ptr(), span.nbytes)[:] = span.bytes
-                self._replaced(span, span.retarget(memory), holders=1)
+                self._arrive(span, memory, None)
         self.forget()
 
 

@@ -94,7 +94,7 @@ class FileIdentity:
     @classmethod
     def of(cls, path_or_fd: str | os.PathLike[str] | int) -> FileIdentity:
         """The identity of the file behind a path or an open descriptor."""
-        stat = os.stat(path_or_fd)  # noqa: PTH116 - a Path cannot stat a descriptor
+        stat = os.stat(path_or_fd)
         return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
@@ -136,9 +136,7 @@ class WeightFile:
         while done < len(view):
             got = self._pread(view[done : done + CHUNK_BYTES], offset + done)
             if not got:
-                raise self._lost(
-                    f"Wanted {len(view)} bytes at {offset}, got {done}.", "The file is cut short."
-                )
+                raise self._lost(f"Wanted {len(view)} bytes at {offset}, got {done}.", "The file is cut short.")
             done += got
 
     def _pread(self, view: memoryview, offset: int) -> int:
@@ -269,9 +267,7 @@ def _read_index(index: Path) -> dict[str, TensorRange]:
     tensors: dict[str, TensorRange] = {}
     for shard in shards:
         held = _read_shard(index.parent / shard)
-        _match(
-            index, shard, assigned={name for name in weight_map if weight_map[name] == shard}, held=set(held)
-        )
+        _match(index, shard, assigned={name for name in weight_map if weight_map[name] == shard}, held=set(held))
         tensors |= held
     return tensors
 

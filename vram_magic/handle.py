@@ -1,0 +1,198 @@
+"""The handle of a managed model: what a user holds, asks and tells.
+
+It keeps the object weakly, except the one that `VRAMManager.load` returns for an object it built itself. Sizes are
+bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vram_magic.errors import ModelInUseError, UnknownModelError
+from vram_magic.models.managed import EngineModel, ManagedModel, TorchModel
+from vram_magic.sizes import format_size
+
+if TYPE_CHECKING:
+    from vram_magic.vram_manager import VRAMManager
+    from vram_magic.registry import Lease
+
+__all__ = ["RESIDENCIES", "Handle", "LeaseContext"]
+
+RESIDENCIES = ("auto", "device", "host", "disk")
+
+
+class Handle:
+    """One managed model, by name."""
+
+    def __init__(self, manager: VRAMManager, model: ManagedModel, keep: object = None) -> None:
+        self._manager = manager
+        self._managed = model
+        self._keep = keep
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.state}, {format_size(self._managed.total_bytes)}, tier {self.tier}>"
+
+    # ------------------------------------------------------------------------------------------------ asking
+
+    @property
+    def name(self) -> str:
+        return self._managed.name
+
+    @property
+    def model(self) -> Any:
+        """The object itself. Raises `UnknownModelError` when it is gone; None for an outside engine."""
+        if isinstance(self._managed, EngineModel):
+            return None
+        thing = self._managed.thing if isinstance(self._managed, TorchModel) else None
+        if thing is None:
+            raise UnknownModelError(
+                f"The object of {self.name!r} is gone.\n0 B of it are left.\n"
+                "Its last reference was deleted, and the manager keeps none.\n"
+                f"Load it again with: %load_model {self.name} SOURCE"
+            )
+        return thing
+
+    @property
+    def processor(self) -> Any:
+        """The tokenizer or processor from the model's folder, read on first use; None where there is none."""
+        return self._manager._processor_of(self._managed)
+
+    @property
+    def tier(self) -> str | int:
+        """The tier's name, or the bare priority."""
+        return self._managed.rank if self._managed.tier is None else self._managed.tier
+
+    @tier.setter
+    def tier(self, tier: str | int) -> None:
+        registry = self._manager._registry
+        with registry.lock:
+            self._managed.tier, self._managed.rank = registry.rank_of(tier)
+
+    @property
+    def priority(self) -> int:
+        """The rank: lower leaves earlier."""
+        return self._managed.rank
+
+    @property
+    def pinned(self) -> bool:
+        return self._managed.pinned
+
+    @property
+    def residency(self) -> str:
+        return self._managed.residency
+
+    @residency.setter
+    def residency(self, residency: str) -> None:
+        check_residency(residency)
+        self._managed.residency = residency
+
+    @property
+    def state(self) -> str:
+        """Where the weights are: ``"device"``, ``"partial"``, ``"host"`` or ``"disk"``."""
+        self._refresh()
+        return self._managed.state
+
+    @property
+    def total_bytes(self) -> int:
+        """Unique storages of parameters and buffers, ties once, gradients not."""
+        self._refresh()
+        return self._managed.total_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """What of them is on the device."""
+        self._refresh()
+        return self._managed.device_bytes
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self._managed.leases)
+
+    def why(self) -> str:
+        """Why the model is where it is, in plain words."""
+        self._refresh()
+        return self._manager._explain(self._managed)
+
+    def _refresh(self) -> None:
+        self._manager._look(self._managed)
+
+    # ------------------------------------------------------------------------------------------------ telling
+
+    def load(self) -> Handle:
+        """Brings every block to the device. Raises `VRAMOutOfMemoryError`."""
+        self._known()
+        self._manager._registry.ensure(self._managed)
+        return self
+
+    async def aload(self) -> Handle:
+        """`load` without blocking the event loop."""
+        return await self._manager._workers.call(self.load)
+
+    def evict(self) -> int:
+        """Moves out every block that can leave; returns the bytes freed. Raises `ModelInUseError`."""
+        self._known()
+        return self._manager._evict(self._managed)
+
+    async def aevict(self) -> int:
+        """`evict` without blocking the event loop."""
+        return await self._manager._workers.call(self.evict)
+
+    def pin(self) -> None:
+        """Forbids to take anything of it."""
+        self._managed.pinned = True
+
+    def unpin(self) -> None:
+        self._managed.pinned = False
+
+    def forget(self) -> None:
+        """Ends the management; the object stays, whole and usable."""
+        self._manager._forget(self._managed)
+
+    def lease(self) -> LeaseContext:
+        """``with h.lease() as model:`` resident and safe inside; ``async with`` too."""
+        self._known()
+        return LeaseContext(self)
+
+    def _known(self) -> None:
+        if self._managed.forgotten:
+            self._manager._registry.get(self.name)  # raises, unless the name is used anew
+            raise UnknownModelError(
+                f"This handle's model {self.name!r} was forgotten.\n0 B of it are managed.\n"
+                f"The name now stands for another model.\nTake its handle: mgr[{self.name!r}]"
+            )
+
+
+class LeaseContext:
+    """A use of a model from ``with`` to its end."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+        self._leases: list[Lease] = []
+
+    def __enter__(self) -> Any:
+        self._leases.append(self._handle._manager._registry.begin(self._handle._managed))
+        return self._handle.model
+
+    def __exit__(self, *exc: object) -> None:
+        self._handle._manager._registry.end(self._leases.pop())
+
+    async def __aenter__(self) -> Any:
+        self._leases.append(await self._handle._manager._registry.begin_async(self._handle._managed))
+        return self._handle.model
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.__exit__(*exc)
+
+
+def check_residency(residency: str) -> str:
+    """The residency, if it is one. Raises ValueError."""
+    if residency not in RESIDENCIES:
+        raise ValueError(f"a residency is one of {', '.join(RESIDENCIES)}, not {residency!r}")
+    return residency
+
+
+def in_use(name: str, reason: str, command: str) -> ModelInUseError:
+    """The error for a model that must stay."""
+    return ModelInUseError(f"{name!r} stays where it is.\nNothing was freed.\nIt is {reason}.\n{command}")
+
+

@@ -1,0 +1,209 @@
+"""Entry points: how a call of a managed object comes to hold a lease.
+
+A model is called through many doors: ``model(x)``, ``generate``, ``encode``, a child module. Each public method of the
+managed modules is shadowed by an `EntryPoint` in the instance's ``__dict__``, as accelerate does with ``forward``. What
+was tried and fails: replacing ``__class__`` (libraries compare it), forward hooks (they cost torch's fast paths, and
+see ``forward`` only), hooks on every child (12 % on a small model). So children are shadowed only while some block is
+out; while everything is there, a call costs one entry at the root.
+
+An entry point refers to its object weakly, so ``del model`` frees at once. It copies and pickles as the plain bound
+method, so copies of a managed model are plain models.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vram_magic.models.managed import ManagedModel
+    from vram_magic.registry import Registry
+
+__all__ = ["EntryPoint", "EntryPoints"]
+
+# Saving reads the weights wherever they are: it needs no room.
+_NO_NEED = {"save_pretrained", "push_to_hub"}
+
+
+class EntryPoint:
+    """One public method of one object, under a lease."""
+
+    def __init__(
+        self, thing: object, name: str, function: Callable[..., Any], bound: bool, registry: Registry, model: ManagedModel
+    ) -> None:
+        self._thing = weakref.ref(thing)
+        self._name = name
+        self._function = function
+        self._bound = bound
+        self._registry = registry
+        self._model = model
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._bound:
+            args = (self._thing(), *args)
+        registry, model = self._registry, self._model
+        # A traced call computes through the same code; what runs the compiled code holds the lease.
+        if torch.compiler.is_compiling() or registry.inside(model):
+            return self._function(*args, **kwargs)
+        lease = registry.begin(model)
+        try:
+            result = self._function(*args, **kwargs)
+        finally:
+            registry.end(lease)
+        if isinstance(result, _SUSPENDED):
+            return _hold(registry, model, result)
+        return result
+
+    def _plain(self, thing: Any) -> Any:
+        """The method as it is without us."""
+        return self._function if self._bound else types.MethodType(self._function, thing)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._plain(self._thing()))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_thing", "_function", "_bound"):
+            raise AttributeError(name)
+        return getattr(self._plain(self._thing()), name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._plain(memo.get(id(self._thing()), self._thing()))
+
+    def __copy__(self) -> Any:
+        return self._plain(self._thing())
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._thing(), self._name)
+
+    def __repr__(self) -> str:
+        return f"<{self._name} of {self._model.name!r}, managed by vram_magic>"
+
+
+_SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+
+
+def _hold(registry: Registry, model: ManagedModel, result: Any) -> Any:
+    """The generator or coroutine, holding a lease of its own from its first step to its end."""
+    if isinstance(result, types.GeneratorType):
+        return _held_generator(registry, model, result)
+    if isinstance(result, types.CoroutineType):
+        return _held_coroutine(registry, model, result)
+    return _held_async_generator(registry, model, result)
+
+
+def _held_generator(
+    registry: Registry, model: ManagedModel, result: Generator[Any, Any, Any]
+) -> Generator[Any, Any, Any]:
+    lease = registry.begin(model, suspended=True)
+    try:
+        return (yield from result)
+    finally:
+        registry.end(lease)
+
+
+async def _held_coroutine(registry: Registry, model: ManagedModel, result: Coroutine[Any, Any, Any]) -> Any:
+    lease = await registry.begin_async(model)
+    try:
+        return await result
+    finally:
+        registry.end(lease)
+
+
+async def _held_async_generator(
+    registry: Registry, model: ManagedModel, result: AsyncGenerator[Any, Any]
+) -> AsyncGenerator[Any, Any]:
+    lease = await registry.begin_async(model)
+    try:
+        async for item in result:
+            yield item
+    finally:
+        registry.end(lease)
+
+
+class EntryPoints:
+    """All entry points of one model: on its roots always, on the modules below only while asked to watch them."""
+
+    def __init__(self, registry: Registry, roots: Iterable[torch.nn.Module]) -> None:
+        self._registry = registry
+        self._roots = [weakref.ref(root) for root in roots]
+        self._on_roots: list[tuple[weakref.ref[torch.nn.Module], str, Any]] = []
+        self._on_children: list[tuple[weakref.ref[torch.nn.Module], str, Any]] = []
+
+    def install(self, model: ManagedModel) -> None:
+        for root in self._living():
+            self._on_roots += self._shadow(root, model)
+
+    def watch_children(self, model: ManagedModel) -> None:
+        if self._on_children:
+            return
+        for root in self._living():
+            for child in root.modules():
+                if child is not root:
+                    self._on_children += self._shadow(child, model)
+
+    def unwatch_children(self) -> None:
+        watched, self._on_children = self._on_children, []
+        _restore(watched)
+
+    def remove(self) -> None:
+        self.unwatch_children()
+        _restore(self._on_roots)
+        self._on_roots = []
+
+    def _living(self) -> list[torch.nn.Module]:
+        return [root for ref in self._roots if (root := ref()) is not None]
+
+    def _shadow(self, module: torch.nn.Module, model: ManagedModel) -> list[tuple[weakref.ref[Any], str, Any]]:
+        done: list[tuple[weakref.ref[Any], str, Any]] = []
+        if isinstance(module, torch.jit.ScriptModule):
+            return done  # its methods live in C++
+        attributes = module.__dict__
+        for name in _public_methods(type(module)):
+            own = attributes.get(name)
+            if isinstance(own, EntryPoint):
+                continue  # a module shared with another model, which watches it
+            function, bound = _unwrapped(module, name, own)
+            if function is not None:
+                attributes[name] = EntryPoint(module, name, function, bound, self._registry, model)
+                done.append((weakref.ref(module), name, own))
+        return done
+
+
+def _unwrapped(module: torch.nn.Module, name: str, own: Any) -> tuple[Callable[..., Any] | None, bool]:
+    """What the name calls now, and whether it brings its own object along."""
+    if own is None:
+        return getattr(type(module), name), False
+    if isinstance(own, types.MethodType) and own.__self__ is module:
+        return own.__func__, False  # a bound method of the object in its own dict would be a cycle through us
+    return (own, True) if callable(own) else (None, True)
+
+
+def _restore(shadowed: list[tuple[weakref.ref[Any], str, Any]]) -> None:
+    for ref, name, own in shadowed:
+        module = ref()
+        if module is None or not isinstance(module.__dict__.get(name), EntryPoint):
+            continue  # gone, or replaced by the user
+        if own is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = own
+
+
+@functools.lru_cache(maxsize=4096)
+def _public_methods(kind: type) -> tuple[str, ...]:
+    """Names of the methods that compute: the class's own and inherited ones, without those of torch's base class."""
+    names = {"forward"}
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch.nn.") or base is object:
+            continue
+        names |= {name for name, value in vars(base).items() if isinstance(value, types.FunctionType)}
+    inherited = set(dir(torch.nn.Module)) - {"forward"}
+    return tuple(sorted(n for n in names - inherited - _NO_NEED if not n.startswith("_")))

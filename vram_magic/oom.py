@@ -1,0 +1,73 @@
+"""The out-of-memory error. It stands apart from `errors`, since its base class needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import OutOfMemoryError
+
+from vram_magic.errors import VRAMError
+from vram_magic.sizes import format_size
+
+__all__ = ["VRAMOutOfMemoryError", "refusal"]
+
+
+class VRAMOutOfMemoryError(VRAMError, OutOfMemoryError):
+    """There is no room, and making it was not possible. Nothing was moved for it.
+
+    ``needed_bytes`` is the request, ``free_bytes`` and ``budget_bytes`` are as they were when it was refused, and
+    ``holders`` says who has the memory: bytes by model name, and those of all other tensors under ``"other tensors"``.
+    """
+
+    def __init__(
+        self, text: str, *, needed_bytes: int, free_bytes: int, budget_bytes: int, holders: Mapping[str, int]
+    ) -> None:
+        super().__init__(text)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        self.budget_bytes = budget_bytes
+        self.holders = dict(holders)
+
+
+def refusal(  # noqa: PLR0913  the parts of one message
+    *,
+    device: str,
+    asked_by: str,
+    needed_bytes: int,
+    free_bytes: int,
+    budget_bytes: int,
+    holders: Mapping[str, int],
+    spared: Mapping[str, str],
+    left: str,
+) -> VRAMOutOfMemoryError:
+    """The error for a request that cannot be met. ``spared``: why a model stays; ``left``: what left all the same."""
+    held = ", ".join(
+        f"{name} {format_size(size)}" + (f" ({spared[name]})" if spared.get(name) else "")
+        for name, size in sorted(holders.items(), key=lambda item: -item[1])
+        if size
+    )
+    text = (
+        f"Not enough memory on {device}: {asked_by} needs {format_size(needed_bytes)}.\n"
+        f"The budget is {format_size(budget_bytes)}, {format_size(max(free_bytes, 0))} of it are free"
+        f"{left and f'; {left} left and it was not enough'}.\n"
+        f"Held by: {held or 'nobody'}.\n{_remedy(needed_bytes, budget_bytes, holders, spared)}"
+    )
+    return VRAMOutOfMemoryError(
+        text, needed_bytes=needed_bytes, free_bytes=free_bytes, budget_bytes=budget_bytes, holders=holders
+    )
+
+
+def _remedy(needed: int, budget: int, holders: Mapping[str, int], spared: Mapping[str, str]) -> str:
+    if needed > budget:
+        return f"It can never fit; give more room with: %vram budget {_round_up(needed)}"
+    pinned = [name for name, reason in spared.items() if reason == "pinned"]
+    if pinned:
+        return f"Let it leave with: %vram unpin {pinned[0]}"
+    if holders.get("other tensors", 0) * 2 >= needed:
+        return "Delete tensors that you no longer need with: del NAME   (%vram shows who holds what)"
+    return f"Wait for the models in use, or give more room with: %vram budget {_round_up(budget + needed)}"
+
+
+def _round_up(size_bytes: int) -> str:
+    unit, name = (1 << 30, "GiB") if size_bytes >= 1 << 30 else (1 << 20, "MiB")
+    return f"{-(-size_bytes // unit)}{name}"

@@ -1,0 +1,347 @@
+"""Making room: one decision at a time, planned whole before anything moves, measured afterwards.
+
+All of it runs in the deciding thread, so decisions never race and no mode of the caller's is active. The room that was
+made is handed over as a reservation: nobody else can take it between the move and its use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from vram_magic.devices.base import Device
+from vram_magic.devices.meter import Reservation
+from vram_magic.journal import Journal, Record, StepTaken
+from vram_magic.models.managed import Candidates, ManagedModel
+from vram_magic.oom import VRAMOutOfMemoryError, refusal
+from vram_magic.policy import ModelState, Plan, Request, Snapshot, Step, plan
+from vram_magic.registry import Registry
+from vram_magic.sizes import format_size
+
+__all__ = ["Reclaimer", "Room"]
+
+_OTHER = "other tensors"
+
+
+@dataclass(slots=True)
+class Room:
+    """The outcome of a decision: the room, or the error that says why there is none."""
+
+    reservation: Reservation | None = None
+    freed_bytes: int = 0
+    error: BaseException | None = None
+    busy: bool = False
+    """There is none now, but a move in progress may change that."""
+
+    def release(self) -> None:
+        if self.reservation is not None:
+            self.reservation.release()
+
+
+@dataclass(slots=True)
+class _Decision:
+    """What is collected while one request is being met."""
+
+    request: Request
+    required: ManagedModel | None
+    credit_bytes: int
+    had_bytes: int = 0
+    freed_bytes: int = 0
+    left: list[StepTaken] = field(default_factory=list)
+    stuck: dict[str, str] = field(default_factory=dict)
+    snapshot: Snapshot | None = None
+    plan: Plan | None = None
+    first: tuple[Snapshot, Plan] | None = None
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+class Reclaimer:
+    """Meets requests for room on one device."""
+
+    def __init__(self, registry: Registry, device: Device, journal: Journal) -> None:
+        self._registry = registry
+        self._device = device
+        self._journal = journal
+        self._parts: dict[str, Candidates] = {}
+
+    # --------------------------------------------------------------------------------------------- requests
+
+    def make_room(
+        self,
+        request: Request,
+        *,
+        required: ManagedModel | None = None,
+        credit_bytes: int = 0,
+        user_code: bool = True,
+    ) -> Room:
+        """Room for ``request.need_bytes``, reserved. ``credit_bytes``: what the caller's own reservation still holds.
+
+        ``user_code``: workspaces may be asked; not in the middle of an allocation, whose thread may hold any lock.
+        """
+        self.clear_up()
+        self._device.refresh()
+        decision = _Decision(request, required, credit_bytes, had_bytes=self.available_bytes() + credit_bytes)
+        if user_code and decision.had_bytes < request.need_bytes:
+            self._ask_workspaces(decision)
+        try:
+            return self._meet(decision)
+        except Exception as error:  # noqa: BLE001  an engine's unload raised: its caller is told, and the books are right
+            self._record(decision, f"{type(error).__name__}: {error}")
+            return Room(None, decision.freed_bytes, error)
+
+    def preview(self, request: Request) -> Plan:
+        """The plan for a request, moving nothing."""
+        self.clear_up()
+        self._device.refresh()
+        return self._plan(_Decision(request, None, 0))
+
+    def lower_budget(self, budget_bytes: int) -> int:
+        """Makes models leave until the new budget holds, and sets it; returns the bytes freed. Raises, and then the
+        old one stays.
+        """
+        self.clear_up()
+        meter = self._device.meter
+        asked_by = f"a budget of {format_size(budget_bytes)}"
+        request = Request(max(meter.committed_bytes - budget_bytes, 0) + self.available_bytes(), asked_by=asked_by)
+        decision = _Decision(request, None, 0, had_bytes=self.available_bytes())
+        if meter.committed_bytes > budget_bytes and not self._plan(decision).satisfied:
+            raise self._refusal(decision)
+        before = self._device.budget_setting
+        self._device.set_budget(budget_bytes)  # first, so that nobody takes the room that is being made
+        while meter.committed_bytes > budget_bytes:
+            decision.request = Request(0, asked_by=asked_by)
+            if not self._one_round(decision):
+                self._device.set_budget(before)
+                raise self._refusal(decision)
+        if decision.left:
+            self._record(decision, "the budget was lowered")
+        return decision.freed_bytes
+
+    def evict(self, model: ManagedModel, asked_by: str) -> int:
+        """Moves out what can leave of a model that the caller has marked; returns the bytes."""
+        decision = _Decision(Request(0, asked_by=asked_by), None, 0, had_bytes=self.available_bytes())
+        found = model.candidates()
+        freed, stayed = self._timed(decision, model, found.parts, Step(model.name, len(found.parts), 0, "asked", asked_by))
+        if freed:
+            self._record(decision, stayed or "asked by the user")
+        return freed
+
+    def look(self, model: ManagedModel) -> None:
+        """Brings the model's figures up to date."""
+        model.missing_bytes()
+
+    def available_bytes(self) -> int:
+        """Free bytes that nobody has reserved; negative when a budget was lowered below use."""
+        return self._device.budget_bytes - self._device.meter.committed_bytes
+
+    def clear_up(self) -> None:
+        """Forgets models whose objects died. Finalisers only leave a note, since they run anywhere."""
+        while self._registry.gone:
+            name = self._registry.gone.popleft()
+            with self._registry.lock:
+                model = self._registry.models.get(name)
+                if model is None or getattr(model, "thing", model) is not None:
+                    continue
+                del self._registry.models[name]
+                model.forgotten = True
+                self._registry.notify()
+            model.release()
+
+    # --------------------------------------------------------------------------------------------- one request
+
+    def _meet(self, decision: _Decision) -> Room:
+        need = max(decision.request.need_bytes - decision.credit_bytes, 0)
+        while True:
+            if (reservation := self._device.meter.reserve(need)) is not None:
+                if decision.left:
+                    self._record(decision, "made room")
+                return Room(reservation, decision.freed_bytes)
+            if not self._one_round(decision):
+                error = self._refusal(decision)
+                busy = self._moves_elsewhere(decision) and need <= self._device.budget_bytes
+                if not busy:
+                    self._record(decision, "not enough, even with everything that may leave")
+                return Room(None, decision.freed_bytes, error, busy)
+
+    def _one_round(self, decision: _Decision) -> bool:
+        """Plans and moves once; False when no plan satisfies the request."""
+        chosen = self._plan(decision)
+        if not chosen.satisfied:
+            return False
+        models = self._claim(chosen.steps)
+        try:
+            for step, model in models:
+                if self._fits(decision):
+                    break  # a victim gave more than it was believed to hold
+                self._take(decision, model, step)
+        finally:
+            for _, model in models:
+                self._registry.done_moving(model)
+        return True
+
+    def _fits(self, decision: _Decision) -> bool:
+        return self.available_bytes() + decision.credit_bytes >= decision.request.need_bytes
+
+    def _take(self, decision: _Decision, model: ManagedModel, step: Step) -> None:
+        parts = self._parts[model.name].parts[-step.blocks :]
+        residency = model.residency
+        if step.stage == "demotion":
+            model.residency = "disk"
+        freed, stayed = self._timed(decision, model, parts, step)
+        if step.stage == "demotion" and not freed:
+            model.residency = residency
+        if freed < step.bytes:
+            decision.stuck[model.name] = stayed or "it gave less than it held"
+
+    def _timed(self, decision: _Decision, model: ManagedModel, parts: list[object], step: Step) -> tuple[int, str]:
+        meter, start = self._device.meter, time.perf_counter()
+        before = meter.live_bytes
+        freed, stayed = model.evict(parts, only_proven=step.stage == "demotion")
+        if freed:
+            # Measured, where others did not allocate meanwhile; never more than what left.
+            measured = min(max(before - meter.live_bytes, 0), freed) or freed
+            ms = (time.perf_counter() - start) * 1e3
+            decision.left.append(StepTaken(model.name, len(parts), measured, step.stage, step.reason, ms))
+            decision.freed_bytes += measured
+        return freed, stayed
+
+    def _claim(self, steps: Iterable[Step]) -> list[tuple[Step, ManagedModel]]:
+        """Marks the victims, unless they came to life since they were looked at."""
+        claimed = []
+        with self._registry.lock:
+            for step in steps:
+                model = self._registry.models.get(step.model)
+                if step.blocks and model is not None and not self._spared(model, None):
+                    model.moving = "leaving"
+                    claimed.append((step, model))
+        return claimed
+
+    # --------------------------------------------------------------------------------------------- planning
+
+    def _plan(self, decision: _Decision) -> Plan:
+        """The plan for what is there now; resident models are proven clean only when nothing else suffices."""
+        chosen = self._plan_once(decision, proven=False)
+        with self._registry.lock:
+            resident = any(model.residency == "device" for model in self._registry.models.values())
+        if not chosen.satisfied and resident:
+            chosen = self._plan_once(decision, proven=True)
+        assert decision.snapshot is not None  # noqa: S101
+        decision.plan = chosen
+        decision.first = decision.first or (decision.snapshot, chosen)
+        return chosen
+
+    def _plan_once(self, decision: _Decision, *, proven: bool) -> Plan:
+        with self._registry.lock:
+            models = sorted(self._registry.models.values(), key=lambda model: model.name)
+        self._parts = {model.name: self._candidates(model, decision, proven=proven) for model in models}
+        with self._registry.lock:
+            states = tuple(self._state(model, decision) for model in models if model.device_bytes)
+        free = self.available_bytes() + decision.credit_bytes
+        decision.snapshot = Snapshot(self._device.budget_bytes, free, states)
+        return plan(decision.snapshot, decision.request)
+
+    def _candidates(self, model: ManagedModel, decision: _Decision, *, proven: bool) -> Candidates:
+        if self._spared(model, decision.required) or (model.residency == "device" and not proven):
+            return Candidates([], ())
+        return model.candidates(proven=model.residency == "device")
+
+    def _state(self, model: ManagedModel, decision: _Decision) -> ModelState:
+        found = self._parts[model.name]
+        stuck = decision.stuck.get(model.name, "")
+        return ModelState(
+            name=model.name,
+            rank=model.rank,
+            last_used=model.last_used,
+            blocks=found.sizes,
+            residency=model.residency,
+            workspace=False,
+            spared=self._spared(model, decision.required) or stuck,
+            kept=found.kept,
+        )
+
+    def _spared(self, model: ManagedModel, required: ManagedModel | None) -> str:
+        """Why nothing of the model may be taken (rule 4)."""
+        if model is required:
+            return "needed by this request"
+        if model.leases:
+            return "in use"
+        if model.pinned:
+            return "pinned"
+        return "in transit" if model.moving else ""
+
+    def _moves_elsewhere(self, decision: _Decision) -> bool:
+        with self._registry.lock:
+            return any(m.moving and m is not decision.required for m in self._registry.models.values())
+
+    # --------------------------------------------------------------------------------------------- the rest
+
+    def _ask_workspaces(self, decision: _Decision) -> None:
+        """Idle models give back caches, lowest rank first, until it fits."""
+        with self._registry.lock:
+            idle = [m for m in self._registry.models.values() if m.workspace and not self._spared(m, decision.required)]
+        for model in sorted(idle, key=lambda m: (m.rank, m.last_used, m.name)):
+            before, start = self._device.meter.live_bytes, time.perf_counter()
+            problem = _quietly(model.workspace)
+            freed = before - self._device.meter.live_bytes
+            ms = (time.perf_counter() - start) * 1e3
+            if freed > 0 or problem:
+                reason = problem or "memory that an idle model can give back"
+                decision.left.append(StepTaken(model.name, 0, max(freed, 0), "workspace", reason, ms))
+                decision.freed_bytes += max(freed, 0)
+            if self._fits(decision):
+                return
+
+    def holders(self) -> dict[str, int]:
+        """Bytes on the device by model, and those of everything else."""
+        with self._registry.lock:
+            held = {name: model.device_bytes for name, model in self._registry.models.items()}
+        rest = self._device.meter.live_bytes - sum(held.values())
+        return held | ({_OTHER: rest} if rest > 0 else {})
+
+    def _refusal(self, decision: _Decision) -> VRAMOutOfMemoryError:
+        with self._registry.lock:
+            spared = {
+                name: self._spared(model, decision.required) or decision.stuck.get(name) or self._kept(name)
+                for name, model in self._registry.models.items()
+            }
+        return refusal(
+            device=self._device.name,
+            asked_by=decision.request.asked_by or "this request",
+            needed_bytes=decision.request.need_bytes,
+            free_bytes=self.available_bytes() + decision.credit_bytes,
+            budget_bytes=self._device.budget_bytes,
+            holders=self.holders(),
+            spared=spared,
+            left=", ".join(f"{step.model} {format_size(step.bytes)}" for step in decision.left),
+        )
+
+    def _kept(self, name: str) -> str:
+        return self._parts[name].kept if name in self._parts else ""
+
+    def _record(self, decision: _Decision, reason: str) -> None:
+        snapshot, chosen = decision.first or (None, None)
+        self._journal.append(
+            Record(
+                asked_by=decision.request.asked_by,
+                need_bytes=decision.request.need_bytes,
+                had_bytes=decision.had_bytes,
+                freed_bytes=decision.freed_bytes,
+                left=tuple(decision.left),
+                spared=chosen.spared if chosen else (),
+                reason=reason,
+                snapshot=snapshot,
+                request=decision.request,
+                plan=chosen,
+            )
+        )
+
+
+def _quietly(workspace: Callable[[], object] | None) -> str:
+    """Runs a user's callable; its trouble is noted, not passed on."""
+    try:
+        if workspace is not None:
+            workspace()
+    except Exception as error:  # noqa: BLE001
+        return f"its workspace raised {type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,160 @@
+"""The manager's own threads, and waiting for them so that nothing is left half done.
+
+* one thread decides and evicts, so decisions never race
+* one thread loads
+* one thread runs an event loop for the coroutines of outside engines, so that they run while a cell blocks the kernel's
+* callers from an event loop wait in threads of a pool
+
+A thread of ours is clean: no torch mode, no inference mode, no autocast of the user's is active in it, and a keyboard
+interrupt, which Python delivers to the main thread only, cannot cut a move in two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
+
+__all__ = ["Cancelled", "Workers", "settled"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Cancelled = concurrent.futures.CancelledError
+
+_CALL_THREADS = 64
+
+
+def settled(future: concurrent.futures.Future[R], discard: Callable[[R], None] | None = None) -> R:
+    """The future's result. An interrupt is raised only after the future is done, and its result then discarded."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            future.exception()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is None:
+        return future.result()
+    if discard is not None and future.exception() is None:
+        discard(future.result())
+    raise interrupt
+
+
+class Workers:
+    """The threads of one manager, started when first needed."""
+
+    def __init__(self) -> None:
+        self._decider = concurrent.futures.ThreadPoolExecutor(1, "vram-magic-decide")
+        self._loader = concurrent.futures.ThreadPoolExecutor(1, "vram-magic-load")
+        self._callers = concurrent.futures.ThreadPoolExecutor(_CALL_THREADS, "vram-magic-call")
+        self._local = threading.local()
+        self._ours: set[int] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()  # a leaf: held while the loop thread starts
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the calling thread is one that decisions wait for: it must not wait for a decision."""
+        return threading.get_ident() in self._ours
+
+    def decide(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[R]:
+        """Runs the function in the deciding thread (at once when called from there)."""
+        if self.is_ours:
+            future: concurrent.futures.Future[R] = concurrent.futures.Future()
+            try:
+                future.set_result(function(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001  it belongs to the future
+                future.set_exception(error)
+            return future
+        return self._decider.submit(self._as_ours, function, *args, **kwargs)
+
+    def load(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[R]:
+        """Runs the function in the loading thread."""
+        return self._loader.submit(self._as_ours, function, *args, **kwargs)
+
+    def _as_ours(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        self._ours.add(threading.get_ident())
+        return function(*args, **kwargs)
+
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """The coroutine's result, from the manager's event loop; cancelled when the calling job is cancelled."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._event_loop())
+        job: _Job | None = getattr(self._local, "job", None)
+        with job.cancelling(future.cancel) if job else contextlib.nullcontext():
+            return settled(future)
+
+    def check_cancelled(self) -> None:
+        """Raises `Cancelled` in a job whose caller has gone."""
+        job: _Job | None = getattr(self._local, "job", None)
+        if job is not None and job.cancelled:
+            raise Cancelled
+
+    async def call(self, function: Callable[[], R]) -> R:
+        """Runs a blocking function without blocking the caller's loop. A cancelled caller cancels the job, and leaves
+        only when the job has ended, so that what it did is known.
+        """
+        job = _Job()
+        future = asyncio.wrap_future(self._callers.submit(self._as_job, job, function))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            job.cancel()
+            while not future.done():
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await asyncio.shield(future)
+            raise
+
+    def _as_job(self, job: _Job, function: Callable[[], R]) -> R:
+        self._local.job = job
+        try:
+            return function()
+        finally:
+            self._local.job = None
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._run_loop, name="vram-magic-loop", daemon=True).start()
+            return self._loop
+
+    def _run_loop(self) -> None:
+        assert self._loop is not None  # noqa: S101
+        self._ours.add(threading.get_ident())
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def close(self) -> None:
+        """Ends the threads; what is running finishes."""
+        for pool in (self._decider, self._loader, self._callers):
+            pool.shutdown(wait=not self.is_ours)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+
+
+class _Job:
+    """A function that runs for a coroutine of the user's."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self._cancel: Callable[[], object] | None = None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if (cancel := self._cancel) is not None:
+            cancel()
+
+    @contextlib.contextmanager
+    def cancelling(self, cancel: Callable[[], object]):  # type: ignore[no-untyped-def]  # noqa: ANN201
+        self._cancel = cancel
+        if self.cancelled:
+            cancel()
+        try:
+            yield
+        finally:
+            self._cancel = None
