@@ -18,7 +18,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from vram_magic.errors import SourceError
-from vram_magic.models.sources import holds_modules, modules_of, resolve
+from vram_magic.models.holding import holds_modules, modules_of
+from vram_magic.models.sources import resolve
 
 TINY = {
     "vocab_size": 32,

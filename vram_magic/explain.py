@@ -35,7 +35,9 @@ def _marks(model: ManagedModel) -> str:
     tier = f"tier {model.tier} (rank {model.rank})" if model.tier else f"priority {model.rank}"
     marks = [f"It has {tier}, residency {model.residency}"]
     if model.leases:
-        marks.append(f"it is in use by {len(model.leases)} calls" if len(model.leases) > 1 else "it is in use by a call")
+        marks.append(
+            f"it is in use by {len(model.leases)} calls" if len(model.leases) > 1 else "it is in use by a call"
+        )
     if model.pinned:
         marks.append("it is pinned")
     if model.residency == "device":
@@ -47,7 +49,9 @@ def _weights(model: TorchModel) -> list[str]:
     figures = model.body.figures
     present = sum(1 for total, resident in figures.blocks if resident == total)
     lines = [f"{present} of {format_blocks(len(figures.blocks))} are on the device."]
-    lines += [f"{kept.name} ({format_size(kept.nbytes)}) cannot leave: {kept.reason}." for kept in figures.kept[:_SHOWN]]
+    lines += [
+        f"{kept.name} ({format_size(kept.nbytes)}) cannot leave: {kept.reason}." for kept in figures.kept[:_SHOWN]
+    ]
     if more := len(figures.kept) - _SHOWN:
         lines += [f"... and {more} more that cannot leave."] if more > 0 else []
     if figures.copied:

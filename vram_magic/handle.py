@@ -6,14 +6,16 @@ bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vram_magic.errors import ModelInUseError, UnknownModelError
+from vram_magic.errors import UnknownModelError
+from vram_magic.explain import why
 from vram_magic.models.managed import EngineModel, ManagedModel, TorchModel
 from vram_magic.sizes import format_size
 
 if TYPE_CHECKING:
-    from vram_magic.vram_manager import VRAMManager
+    from vram_magic.core import Core
     from vram_magic.registry import Lease
 
 __all__ = ["RESIDENCIES", "Handle", "LeaseContext"]
@@ -24,9 +26,12 @@ RESIDENCIES = ("auto", "device", "host", "disk")
 class Handle:
     """One managed model, by name."""
 
-    def __init__(self, manager: VRAMManager, model: ManagedModel, keep: object = None) -> None:
-        self._manager = manager
+    def __init__(
+        self, core: Core, model: ManagedModel, read_processor: Callable[[ManagedModel], Any], keep: object = None
+    ) -> None:
+        self._core = core
         self._managed = model
+        self._read_processor = read_processor
         self._keep = keep
 
     def __repr__(self) -> str:
@@ -55,7 +60,7 @@ class Handle:
     @property
     def processor(self) -> Any:
         """The tokenizer or processor from the model's folder, read on first use; None where there is none."""
-        return self._manager._processor_of(self._managed)
+        return self._read_processor(self._managed)
 
     @property
     def tier(self) -> str | int:
@@ -64,7 +69,7 @@ class Handle:
 
     @tier.setter
     def tier(self, tier: str | int) -> None:
-        registry = self._manager._registry
+        registry = self._core.registry
         with registry.lock:
             self._managed.tier, self._managed.rank = registry.rank_of(tier)
 
@@ -111,31 +116,31 @@ class Handle:
     def why(self) -> str:
         """Why the model is where it is, in plain words."""
         self._refresh()
-        return self._manager._explain(self._managed)
+        return why(self._managed, self._core.journal)
 
     def _refresh(self) -> None:
-        self._manager._look(self._managed)
+        self._core.look(self._managed)
 
     # ------------------------------------------------------------------------------------------------ telling
 
     def load(self) -> Handle:
         """Brings every block to the device. Raises `VRAMOutOfMemoryError`."""
         self._known()
-        self._manager._registry.ensure(self._managed)
+        self._core.registry.ensure(self._managed)
         return self
 
     async def aload(self) -> Handle:
         """`load` without blocking the event loop."""
-        return await self._manager._workers.call(self.load)
+        return await self._core.workers.call(self.load)
 
     def evict(self) -> int:
         """Moves out every block that can leave; returns the bytes freed. Raises `ModelInUseError`."""
         self._known()
-        return self._manager._evict(self._managed)
+        return self._core.evict(self._managed)
 
     async def aevict(self) -> int:
         """`evict` without blocking the event loop."""
-        return await self._manager._workers.call(self.evict)
+        return await self._core.workers.call(self.evict)
 
     def pin(self) -> None:
         """Forbids to take anything of it."""
@@ -146,16 +151,16 @@ class Handle:
 
     def forget(self) -> None:
         """Ends the management; the object stays, whole and usable."""
-        self._manager._forget(self._managed)
+        self._core.forget(self._managed)
 
     def lease(self) -> LeaseContext:
         """``with h.lease() as model:`` resident and safe inside; ``async with`` too."""
         self._known()
-        return LeaseContext(self)
+        return LeaseContext(self._core, self._managed, self)
 
     def _known(self) -> None:
         if self._managed.forgotten:
-            self._manager._registry.get(self.name)  # raises, unless the name is used anew
+            self._core.registry.get(self.name)  # raises, unless the name is used anew
             raise UnknownModelError(
                 f"This handle's model {self.name!r} was forgotten.\n0 B of it are managed.\n"
                 f"The name now stands for another model.\nTake its handle: mgr[{self.name!r}]"
@@ -165,19 +170,21 @@ class Handle:
 class LeaseContext:
     """A use of a model from ``with`` to its end."""
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, core: Core, model: ManagedModel, handle: Handle) -> None:
+        self._core = core
+        self._model = model
         self._handle = handle
         self._leases: list[Lease] = []
 
     def __enter__(self) -> Any:
-        self._leases.append(self._handle._manager._registry.begin(self._handle._managed))
+        self._leases.append(self._core.registry.begin(self._model))
         return self._handle.model
 
     def __exit__(self, *exc: object) -> None:
-        self._handle._manager._registry.end(self._leases.pop())
+        self._core.registry.end(self._leases.pop())
 
     async def __aenter__(self) -> Any:
-        self._leases.append(await self._handle._manager._registry.begin_async(self._handle._managed))
+        self._leases.append(await self._core.registry.begin_async(self._model))
         return self._handle.model
 
     async def __aexit__(self, *exc: object) -> None:
@@ -189,10 +196,3 @@ def check_residency(residency: str) -> str:
     if residency not in RESIDENCIES:
         raise ValueError(f"a residency is one of {', '.join(RESIDENCIES)}, not {residency!r}")
     return residency
-
-
-def in_use(name: str, reason: str, command: str) -> ModelInUseError:
-    """The error for a model that must stay."""
-    return ModelInUseError(f"{name!r} stays where it is.\nNothing was freed.\nIt is {reason}.\n{command}")
-
-

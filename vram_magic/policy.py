@@ -180,13 +180,9 @@ def _tail(blocks: tuple[int, ...], short: int) -> tuple[int, int]:
     return last + 1, sizes[last]
 
 
-def _spared(
-    models: Iterable[ModelState], moves: Iterable[Step], *, satisfied: bool
-) -> tuple[tuple[str, str], ...]:
+def _spared(models: Iterable[ModelState], moves: Iterable[Step], *, satisfied: bool) -> tuple[tuple[str, str], ...]:
     taken = {step.model: step.blocks for step in moves}
-    reasons = (
-        (model.name, _why_stays(model, taken.get(model.name, 0), satisfied=satisfied)) for model in models
-    )
+    reasons = ((model.name, _why_stays(model, taken.get(model.name, 0), satisfied=satisfied)) for model in models)
     return tuple((name, why) for name, why in reasons if why)
 
 

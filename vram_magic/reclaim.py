@@ -53,7 +53,8 @@ class _Decision:
     snapshot: Snapshot | None = None
     plan: Plan | None = None
     first: tuple[Snapshot, Plan] | None = None
-    kept: dict[str, str] = field(default_factory=dict)
+    # By model, what could leave. It refers to weights, so it must not outlive the decision: they would look used.
+    parts: dict[str, Candidates] = field(default_factory=dict)
 
 
 class Reclaimer:
@@ -63,7 +64,6 @@ class Reclaimer:
         self._registry = registry
         self._device = device
         self._journal = journal
-        self._parts: dict[str, Candidates] = {}
 
     # --------------------------------------------------------------------------------------------- requests
 
@@ -97,8 +97,9 @@ class Reclaimer:
         return self._plan(_Decision(request, None, 0))
 
     def lower_budget(self, budget_bytes: int) -> int:
-        """Makes models leave until the new budget holds, and sets it; returns the bytes freed. Raises, and then the
-        old one stays.
+        """Makes models leave until the new budget holds, and sets it; returns the bytes freed.
+
+        Raises `VRAMOutOfMemoryError`, and then the old one stays.
         """
         self.clear_up()
         meter = self._device.meter
@@ -122,7 +123,9 @@ class Reclaimer:
         """Moves out what can leave of a model that the caller has marked; returns the bytes."""
         decision = _Decision(Request(0, asked_by=asked_by), None, 0, had_bytes=self.available_bytes())
         found = model.candidates()
-        freed, stayed = self._timed(decision, model, found.parts, Step(model.name, len(found.parts), 0, "asked", asked_by))
+        freed, stayed = self._timed(
+            decision, model, found.parts, Step(model.name, len(found.parts), 0, "asked", asked_by)
+        )
         if freed:
             self._record(decision, stayed or "asked by the user")
         return freed
@@ -143,9 +146,7 @@ class Reclaimer:
                 model = self._registry.models.get(name)
                 if model is None or getattr(model, "thing", model) is not None:
                     continue
-                del self._registry.models[name]
-                model.forgotten = True
-                self._registry.notify()
+                self._registry.remove(model)
             model.release()
 
     # --------------------------------------------------------------------------------------------- one request
@@ -184,7 +185,7 @@ class Reclaimer:
         return self.available_bytes() + decision.credit_bytes >= decision.request.need_bytes
 
     def _take(self, decision: _Decision, model: ManagedModel, step: Step) -> None:
-        parts = self._parts[model.name].parts[-step.blocks :]
+        parts = decision.parts[model.name].parts[-step.blocks :]
         residency = model.residency
         if step.stage == "demotion":
             model.residency = "disk"
@@ -234,7 +235,7 @@ class Reclaimer:
     def _plan_once(self, decision: _Decision, *, proven: bool) -> Plan:
         with self._registry.lock:
             models = sorted(self._registry.models.values(), key=lambda model: model.name)
-        self._parts = {model.name: self._candidates(model, decision, proven=proven) for model in models}
+        decision.parts = {model.name: self._candidates(model, decision, proven=proven) for model in models}
         with self._registry.lock:
             states = tuple(self._state(model, decision) for model in models if model.device_bytes)
         free = self.available_bytes() + decision.credit_bytes
@@ -247,7 +248,7 @@ class Reclaimer:
         return model.candidates(proven=model.residency == "device")
 
     def _state(self, model: ManagedModel, decision: _Decision) -> ModelState:
-        found = self._parts[model.name]
+        found = decision.parts[model.name]
         stuck = decision.stuck.get(model.name, "")
         return ModelState(
             name=model.name,
@@ -302,7 +303,7 @@ class Reclaimer:
     def _refusal(self, decision: _Decision) -> VRAMOutOfMemoryError:
         with self._registry.lock:
             spared = {
-                name: self._spared(model, decision.required) or decision.stuck.get(name) or self._kept(name)
+                name: self._spared(model, decision.required) or decision.stuck.get(name) or _kept(decision, name)
                 for name, model in self._registry.models.items()
             }
         return refusal(
@@ -315,9 +316,6 @@ class Reclaimer:
             spared=spared,
             left=", ".join(f"{step.model} {format_size(step.bytes)}" for step in decision.left),
         )
-
-    def _kept(self, name: str) -> str:
-        return self._parts[name].kept if name in self._parts else ""
 
     def _record(self, decision: _Decision, reason: str) -> None:
         snapshot, chosen = decision.first or (None, None)
@@ -335,6 +333,10 @@ class Reclaimer:
                 plan=chosen,
             )
         )
+
+
+def _kept(decision: _Decision, name: str) -> str:
+    return decision.parts[name].kept if name in decision.parts else ""
 
 
 def _quietly(workspace: Callable[[], object] | None) -> str:

@@ -89,6 +89,33 @@ class Registry:
             raise ValueError(f"no tier is called {tier!r}; there are {known}; add one with mgr.tiers[{tier!r}] = RANK")
         return tier, self.tiers[tier]
 
+    def add(self, model: ManagedModel) -> None:
+        """Lists a new model, as the most recently used."""
+        with self.lock:
+            self.models[model.name] = model
+            self.touch(model)
+
+    def remove(self, model: ManagedModel) -> None:
+        """Takes a model off the list; calls of it compute where it is from now on."""
+        with self.lock:
+            model.forgotten = True
+            if self.models.get(model.name) is model:
+                del self.models[model.name]
+            self.notify()
+
+    def remove_unloaded(self, model: ManagedModel) -> None:
+        """After a failed load: an engine is absent, unless somebody else loads it meanwhile or has."""
+        with self.lock:
+            if not model.complete and not model.moving:
+                self.remove(model)
+
+    def rename(self, model: ManagedModel, name: str) -> None:
+        """Lists a model under another name."""
+        with self.lock:
+            self.models.pop(model.name, None)
+            model.name = name
+            self.models[name] = model
+
     def touch(self, model: ManagedModel) -> None:
         """Counts a use, now."""
         model.last_used = next(self._clock)
@@ -98,13 +125,18 @@ class Registry:
     def inside(self, model: ManagedModel) -> bool:
         """Whether this thread's innermost managed call is one of the model already."""
         stack = getattr(self._thread, "stack", None)
-        return bool(stack) and stack[-1] is model
+        return stack is not None and bool(stack) and stack[-1] is model
 
     @property
-    def rank(self) -> int | None:
-        """The rank of the managed call that this thread is in."""
+    def current(self) -> ManagedModel | None:
+        """The model whose call this thread is in."""
         stack: list[ManagedModel] | None = getattr(self._thread, "stack", None)
-        return stack[-1].rank if stack else None
+        return stack[-1] if stack else None
+
+    @property
+    def held_by_me(self) -> bool:
+        """Whether this thread holds the lock (a finaliser that allocates, under it)."""
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # noqa: SLF001
 
     def begin(self, model: ManagedModel, *, suspended: bool = False) -> Lease:
         """A lease on the model, with everything it needs on the device. Raises `VRAMOutOfMemoryError` and others."""
@@ -232,7 +264,7 @@ class Registry:
             return worth_it
 
     def _progress(self, model: ManagedModel) -> bool:
-        """After a change that we missed: is there an idle model to take now?"""
+        """Whether, after a change that we missed, there is an idle model to take."""
         return any(m.device_bytes and not m.leases and not m.pinned for m in self.models.values() if m is not model)
 
     def _may_change(self, model: ManagedModel, me: int) -> bool:

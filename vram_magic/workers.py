@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 __all__ = ["Cancelled", "Workers", "settled"]
@@ -69,15 +70,15 @@ class Workers:
             except Exception as error:  # noqa: BLE001  it belongs to the future
                 future.set_exception(error)
             return future
-        return self._decider.submit(self._as_ours, function, *args, **kwargs)
+        return self._decider.submit(self._as_ours, functools.partial(function, *args, **kwargs))
 
     def load(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[R]:
         """Runs the function in the loading thread."""
-        return self._loader.submit(self._as_ours, function, *args, **kwargs)
+        return self._loader.submit(self._as_ours, functools.partial(function, *args, **kwargs))
 
-    def _as_ours(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def _as_ours(self, function: Callable[[], R]) -> R:
         self._ours.add(threading.get_ident())
-        return function(*args, **kwargs)
+        return function()
 
     def run_coroutine(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """The coroutine's result, from the manager's event loop; cancelled when the calling job is cancelled."""
@@ -93,8 +94,9 @@ class Workers:
             raise Cancelled
 
     async def call(self, function: Callable[[], R]) -> R:
-        """Runs a blocking function without blocking the caller's loop. A cancelled caller cancels the job, and leaves
-        only when the job has ended, so that what it did is known.
+        """Runs a blocking function without blocking the caller's loop.
+
+        A cancelled caller cancels the job, and leaves only when the job has ended, so that what it did is known.
         """
         job = _Job()
         future = asyncio.wrap_future(self._callers.submit(self._as_job, job, function))
@@ -150,7 +152,7 @@ class _Job:
             cancel()
 
     @contextlib.contextmanager
-    def cancelling(self, cancel: Callable[[], object]):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    def cancelling(self, cancel: Callable[[], object]) -> Iterator[None]:
         self._cancel = cancel
         if self.cancelled:
             cancel()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from vram_magic.devices.meter import LedgerMeter, Reservation
+from vram_magic.devices.meter import LedgerMeter, Meter, Reservation
 from vram_magic.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class LedgerDevice:
     guard = "none: sizes are declared"
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.meter = LedgerMeter(capacity_bytes)
+        self.meter: Meter = LedgerMeter(capacity_bytes)
         self.budget_setting: int | str = capacity_bytes
 
     @property

@@ -28,8 +28,9 @@ class Reservation(Protocol):
         """What has not been drawn yet."""
 
     def draw(self, *, own_move: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Inside, allocations of this thread are paid for by the reservation. With ``own_move`` they never ask for
-        room, even beyond it: a move that waits for another move would wait for itself.
+        """Inside, allocations of this thread are paid for by the reservation.
+
+        With ``own_move`` they never ask for room, even beyond it: a move that waits for another would wait for itself.
         """
 
     def spend(self, size_bytes: int) -> None:

@@ -35,7 +35,13 @@ class EntryPoint:
     """One public method of one object, under a lease."""
 
     def __init__(
-        self, thing: object, name: str, function: Callable[..., Any], bound: bool, registry: Registry, model: ManagedModel
+        self,
+        thing: object,
+        name: str,
+        function: Callable[..., Any],
+        bound: bool,
+        registry: Registry,
+        model: ManagedModel,
     ) -> None:
         self._thing = weakref.ref(thing)
         self._name = name
@@ -166,7 +172,7 @@ class EntryPoints:
         if isinstance(module, torch.jit.ScriptModule):
             return done  # its methods live in C++
         attributes = module.__dict__
-        for name in _public_methods(type(module)):
+        for name in _public_methods(type(module)):  # type: ignore[arg-type]
             own = attributes.get(name)
             if isinstance(own, EntryPoint):
                 continue  # a module shared with another model, which watches it

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -41,43 +42,62 @@ class Candidates:
     kept: str = ""
 
 
-class ManagedModel:
-    """What both kinds have: a rank, marks, leases."""
+class ManagedModel(ABC):
+    """What both kinds have: a rank, marks, leases; and the moves that each makes in its own way."""
 
-    def __init__(self, name: str, *, rank: int, tier: str | None, residency: str = "auto", pinned: bool = False) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.rank = rank
-        self.tier = tier
-        self.residency = residency
-        self.pinned = pinned
+        self.rank = 0
+        self.tier: str | None = None
+        """The rank's name; None for a bare priority."""
+        self.residency = "auto"
+        self.pinned = False
         self.last_used = 0
         self.leases: set[Lease] = set()
         self.moving = ""
+        """``"loading"`` or ``"leaving"`` while some thread moves it."""
         self.forgotten = False
         self.workspace: Callable[[], Any] | None = None
         self.key: object = None
         """What tells a second load of the same source."""
 
-    complete: bool
-    """Nothing is missing on the device."""
-    total_bytes: int
-    device_bytes: int
-    state: str
+    @property
+    @abstractmethod
+    def complete(self) -> bool:
+        """Whether nothing is missing on the device."""
 
+    @property
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Its size, as of the last look."""
+
+    @property
+    @abstractmethod
+    def device_bytes(self) -> int:
+        """What of it is on the device, as of the last look."""
+
+    @property
+    @abstractmethod
+    def state(self) -> str:
+        """``"device"``, ``"partial"``, ``"host"`` or ``"disk"``, as of the last look."""
+
+    @abstractmethod
     def candidates(self, *, proven: bool = False) -> Candidates:
         """What could leave; with ``proven`` only what is unmodified and safe in its own file."""
-        raise NotImplementedError
 
+    @abstractmethod
     def evict(self, parts: list[Any], *, only_proven: bool = False) -> tuple[int, str]:
         """Moves parts out; returns the bytes that left and why others stayed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def missing_bytes(self) -> int:
-        raise NotImplementedError
+        """Looks anew; returns what a load would bring to the device."""
 
+    @abstractmethod
     def load(self, reservation: Reservation) -> None:
-        raise NotImplementedError
+        """Brings in what is missing, into memory that the reservation pays for."""
 
+    @abstractmethod
     def release(self, reservation: Reservation | None = None) -> None:
         """Hands the model back as the user gave it; ``reservation`` pays for what is read back."""
 
@@ -85,7 +105,7 @@ class ManagedModel:
 class TorchModel(ManagedModel):
     """An object of the user's that is, or holds, torch modules."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         name: str,
         thing: object,
@@ -93,24 +113,21 @@ class TorchModel(ManagedModel):
         entries: EntryPoints,
         workers: Workers,
         *,
-        rank: int,
-        tier: str | None,
-        residency: str,
-        pinned: bool,
         when_gone: Callable[[str], None],
     ) -> None:
-        super().__init__(name, rank=rank, tier=tier, residency=residency, pinned=pinned)
+        super().__init__(name)
         self.body = body
         self._entries = entries
         self._workers = workers
+        self._finalizer: weakref.finalize[..., object] | None = None
         try:
             self._thing: Callable[[], object | None] = weakref.ref(thing)
-            # A finaliser may run anywhere, even under the lock: it only leaves a note.
-            self._finalizer = weakref.finalize(thing, when_gone, name)
-            self._finalizer.atexit = False
         except TypeError:  # a class with __slots__ takes no weak reference
             self._thing = lambda: thing
-            self._finalizer = None
+        else:
+            # A finaliser may run anywhere, even under the lock: it only leaves a note, with the name as it is then.
+            self._finalizer = weakref.finalize(thing, lambda: when_gone(self.name))
+            self._finalizer.atexit = False
         entries.install(self)
 
     @property
@@ -119,19 +136,19 @@ class TorchModel(ManagedModel):
         return self._thing()
 
     @property
-    def complete(self) -> bool:  # type: ignore[override]
+    def complete(self) -> bool:
         return self.body.complete
 
     @property
-    def total_bytes(self) -> int:  # type: ignore[override]
+    def total_bytes(self) -> int:
         return self.body.figures.total_bytes
 
     @property
-    def device_bytes(self) -> int:  # type: ignore[override]
+    def device_bytes(self) -> int:
         return self.body.figures.device_bytes
 
     @property
-    def state(self) -> str:  # type: ignore[override]
+    def state(self) -> str:
         figures = self.body.figures
         if not figures.host_bytes and not figures.disk_bytes:
             return "device"
@@ -156,7 +173,9 @@ class TorchModel(ManagedModel):
         return freed, stayed[0] if stayed else ""
 
     def missing_bytes(self) -> int:
-        return self.body.missing_bytes()
+        missing = self.body.missing_bytes()
+        self._sync_entries()
+        return missing
 
     def load(self, reservation: Reservation) -> None:
         settled(self._workers.load(self.body.load, reservation))
@@ -178,52 +197,51 @@ class TorchModel(ManagedModel):
 class EngineModel(ManagedModel):
     """An outside engine of declared size: loaded or not, as a whole."""
 
-    def __init__(  # noqa: PLR0913
-        self,
-        name: str,
-        backend: Backend,
-        declared_bytes: int,
-        device: Device,
-        workers: Workers,
-        *,
-        rank: int,
-        tier: str | None,
-        pinned: bool = False,
-    ) -> None:
-        super().__init__(name, rank=rank, tier=tier, pinned=pinned)
+    def __init__(self, name: str, backend: Backend, declared_bytes: int, device: Device, workers: Workers) -> None:
+        super().__init__(name)
         self._backend = backend
+        self._declared_bytes = declared_bytes
         self._device = device
         self._workers = workers
-        self.total_bytes = declared_bytes
-        self.complete = False
+        self._loaded = False
         self.key = (backend, declared_bytes)
 
     @property
-    def device_bytes(self) -> int:  # type: ignore[override]
-        return self.total_bytes if self.complete else 0
+    def complete(self) -> bool:
+        return self._loaded
 
     @property
-    def state(self) -> str:  # type: ignore[override]
-        return "device" if self.complete else "disk"
+    def total_bytes(self) -> int:
+        return self._declared_bytes
 
-    def candidates(self, *, proven: bool = False) -> Candidates:  # noqa: ARG002  nothing of an engine can be proven
-        return Candidates([self], (self.total_bytes,)) if self.complete else Candidates([], ())
+    @property
+    def device_bytes(self) -> int:
+        return self._declared_bytes if self._loaded else 0
+
+    @property
+    def state(self) -> str:
+        return "device" if self._loaded else "disk"
+
+    def candidates(self, *, proven: bool = False) -> Candidates:
+        if not self._loaded or proven:  # nothing of an engine can be proven
+            return Candidates([], ())
+        return Candidates([self], (self._declared_bytes,))
 
     def evict(self, parts: list[Any], *, only_proven: bool = False) -> tuple[int, str]:
-        if not parts or not self.complete or only_proven:
+        if not parts or not self._loaded or only_proven:
             return 0, ""
         self._workers.run_coroutine(self._backend.unload(self.name))  # raises: nothing is counted free
-        self.complete = False
-        self._device.meter.give_back(self.total_bytes)
-        return self.total_bytes, ""
+        self._loaded = False
+        self._device.meter.give_back(self._declared_bytes)
+        return self._declared_bytes, ""
 
     def missing_bytes(self) -> int:
-        return 0 if self.complete else self.total_bytes
+        return 0 if self._loaded else self._declared_bytes
 
     def load(self, reservation: Reservation) -> None:
         self._workers.run_coroutine(self._backend.load(self.name))
-        reservation.spend(self.total_bytes)
-        self.complete = True
+        reservation.spend(self._declared_bytes)
+        self._loaded = True
 
     def release(self, reservation: Reservation | None = None) -> None:  # noqa: ARG002  nothing is read back
         with contextlib.suppress(Exception):  # closing: the engine's own trouble must not keep others

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from vram_magic.errors import SourceError, VRAMError
+from vram_magic.models.holding import modules_of
 from vram_magic.models.origin import find_origin
-from vram_magic.models.sources import modules_of
 from vram_magic.residency.checkpoint import TensorRange
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["origins_of", "roots_of"]
 
@@ -29,7 +31,7 @@ def roots_of(thing: object) -> list[tuple[str, nn.Module]]:
 
 
 def _refuse_other_owner(module: nn.Module) -> None:
-    """accelerate's hooks move weights themselves: two owners would undo each other's work."""
+    """Hooks of accelerate move weights themselves: two owners would undo each other's work."""
     hooked = [name for name, child in module.named_modules() if "_hf_hook" in vars(child)]
     if hooked:
         raise VRAMError(

@@ -32,14 +32,14 @@ from vram_magic.residency.digest import digest, digest_file, read_digested
 from vram_magic.residency.mapping import map_range, memory_at, was_written
 from vram_magic.residency.spans import Span, survey
 from vram_magic.residency.spill import SpillStore
-from vram_magic.residency.swap import busy, replace
+from vram_magic.residency.swap import busy, explained, replace
 
 __all__ = ["Block", "Body", "Figures", "Kept", "Key", "Record"]
 
 Key = tuple[int, int]
 """Of a span: its storage and first byte."""
 
-_LOAD_PATIENCE_S = 0.25  # how long a load waits for an operation that reads the evicted weight directly
+_LOAD_PATIENCE_S = 0.25  # how long a load waits, in all, for operations that read evicted weights directly
 
 
 @dataclass(eq=False)  # no slots: it is referred to weakly
@@ -133,9 +133,9 @@ class Body:
         """`look`, with ``kept`` filled in for resident blocks that are in use."""
         blocks = self.look()
         for block in blocks:
-            if block.resident_bytes:
-                reasons = (busy(span) for span in block.spans if self._resident(span))
-                block.kept = next((reason for reason in reasons if reason), "")
+            spans = [span for span in block.spans if self._resident(span)]
+            reasons = map(busy, spans, explained(spans))
+            block.kept = next(filter(None, reasons), "")
         self.staying = next((block.kept for block in blocks if block.kept), "")
         return blocks
 
@@ -292,13 +292,13 @@ class Body:
         """All spans become mappings of their backings, or none does."""
         moved: list[tuple[Span, Record]] = []
         reason = ""
-        for span in spans:
+        for span, references in zip(spans, explained(spans), strict=True):
             record = self._records[span.key]
             assert record.file is not None  # noqa: S101  `_back` or `_spill` has seen to it
             record.mapping = map_range(record.file.fd, record.offset, record.nbytes)
-            if not replace(span, span.retarget(record.mapping)):
+            if not replace(span, span.retarget(record.mapping), references):
                 record.mapping = None
-                reason = busy(span) or "it was in use at that moment"
+                reason = busy(span, references) or "it was in use at that moment"
                 break
             moved.append((span, record))
         if not reason and any(digest(span.bytes) != record.digest for span, record in moved):
@@ -337,8 +337,9 @@ class Body:
                 memory = self._device.allocate(span.nbytes, reservation)
                 fetched.append((span, memory, None))
                 fetched[-1] = (span, memory, self._fetch(span, memory))
+            deadline = time.monotonic() + _LOAD_PATIENCE_S
             while fetched:
-                arrived += self._arrive(*fetched.pop())
+                arrived += self._arrive(*fetched.pop(), deadline)
         finally:
             for span, _, _ in fetched:  # what was fetched for nothing goes at once
                 self._device.freed(span.nbytes)
@@ -383,9 +384,9 @@ class Body:
             known = digest_file(record.file, record.offset, record.nbytes)
         return digest(span.bytes) == known
 
-    def _arrive(self, span: Span, memory: torch.Tensor, found: int | None) -> int:
+    def _arrive(self, span: Span, memory: torch.Tensor, found: int | None, deadline: float = 0) -> int:
         record = self._records[span.key]
-        if not self._replaced(span, span.retarget(memory), holders=int(record.mapping is not None)):
+        if not self._replaced(span, span.retarget(memory), int(record.mapping is not None), deadline):
             self._device.freed(span.nbytes)
             return 0
         record.retired, record.mapping = record.mapping, None  # a late reader of the mapping still finds it
@@ -397,9 +398,8 @@ class Body:
         self._remember(span.key, record)
         return span.nbytes
 
-    def _replaced(self, span: Span, fresh: list[torch.Tensor], holders: int) -> bool:
-        deadline = time.monotonic() + _LOAD_PATIENCE_S
-        while not replace(span, fresh, holders=holders, ignore_python=True):
+    def _replaced(self, span: Span, fresh: list[torch.Tensor], holders: int, deadline: float) -> bool:
+        while not replace(span, fresh, holders=holders):
             if time.monotonic() > deadline:
                 return False  # someone computes with the mapping; it gives the right values where it is
             time.sleep(0.001)
@@ -410,12 +410,12 @@ class Body:
 
         Without a reservation they stay mappings: the mapping keeps its file's bytes, also once the file has no name.
         """
-        spilled = [s for block in self.look() for s in block.spans if self._records[s.key].spilled]
-        for span in spilled if reservation is not None else []:
-            if not self._resident(span):
-                memory = self._device.allocate(span.nbytes, reservation)
-                memory_at(memory.data_ptr(), span.nbytes)[:] = span.bytes
-                self._arrive(span, memory, None)
+        if reservation is not None:
+            for span in [span for block in self.look() for span in block.spans]:
+                if self._records[span.key].spilled and not self._resident(span):
+                    memory = self._device.allocate(span.nbytes, reservation)
+                    memory_at(memory.data_ptr(), span.nbytes)[:] = span.bytes
+                    self._arrive(span, memory, None)
         self.forget()
 
 

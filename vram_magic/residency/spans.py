@@ -20,7 +20,7 @@ __all__ = ["Span", "survey"]
 
 _OWN = {"_parameters", "_buffers", "_modules"}
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-_NO_MEMORY = torch.UntypedStorage(0)
+_NO_MEMORY = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +93,9 @@ class Span:
 
 
 def survey(modules: Iterable[tuple[str, torch.nn.Module]], device_type: str) -> list[Span]:
-    """The spans of all modules below ``modules`` (name prefix, root), in module order. Tensors without bytes are left
-    out, lazy parameters that have none yet too.
+    """The spans of all modules below ``modules`` (name prefix, root), in module order.
+
+    Tensors without bytes are left out, lazy parameters that have none yet too.
     """
     spans: dict[int, list[Span]] = {}
     plain: list[torch.Tensor] = []
@@ -169,7 +170,7 @@ def _place_alias(spans: dict[int, list[Span]], tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided or type(tensor) not in _PLAIN_TYPES:
         return
     for span in spans.get(tensor.untyped_storage()._cdata, ()):
-        if span.owned or _first_byte(tensor) < span.end and span.start < _last_byte(tensor):
+        if span.owned or (_first_byte(tensor) < span.end and span.start < _last_byte(tensor)):
             _add(span, tensor)
 
 
@@ -199,20 +200,16 @@ def _add(span: Span, tensor: torch.Tensor) -> None:
 
 
 def _fixed(tensor: torch.Tensor, device_type: str) -> str:
-    """Why the memory of the tensor cannot be moved."""
-    if type(tensor) not in _PLAIN_TYPES:
-        return f"a tensor of type {type(tensor).__name__}"
-    if tensor.layout != torch.strided:
-        return f"a {str(tensor.layout).removeprefix('torch.')} tensor"
-    if tensor.device.type not in (device_type, "cpu"):
-        return f"on the device {tensor.device}"
-    if tensor.is_inference():
-        return "made under inference_mode, so its data cannot be replaced"
-    if tensor.is_quantized:
-        return "a quantized tensor with side state"
-    if tensor.is_conj() or tensor.is_neg():
-        return "a lazily conjugated or negated tensor"
-    return ""
+    """Why the memory of the tensor cannot be moved, or an empty string."""
+    reasons = {
+        f"a tensor of type {type(tensor).__name__}": type(tensor) not in _PLAIN_TYPES,
+        f"a {str(tensor.layout).removeprefix('torch.')} tensor": tensor.layout != torch.strided,
+        f"on the device {tensor.device}": tensor.device.type not in (device_type, "cpu"),
+        "made under inference_mode, so its data cannot be replaced": tensor.is_inference(),
+        "a quantized tensor with side state": tensor.is_quantized,
+        "a lazily conjugated or negated tensor": tensor.is_conj() or tensor.is_neg(),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _find_pages(spans: list[Span]) -> None:
@@ -244,4 +241,4 @@ def _last_byte(tensor: torch.Tensor) -> int:
 def _over(storage: torch.UntypedStorage, tensor: torch.Tensor, start: int) -> torch.Tensor:
     offset = tensor.storage_offset() - start // tensor.element_size()
     fresh = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-    return fresh.set_(storage, offset, tensor.shape, tensor.stride())  # type: ignore[call-overload,no-any-return]
+    return fresh.set_(storage, offset, tensor.shape, tensor.stride())

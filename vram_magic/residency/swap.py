@@ -21,17 +21,17 @@ import gc
 import operator
 import sys
 import types
+from collections import Counter
 from itertools import chain, compress, repeat
-from typing import Any
 
 import torch
 
 from vram_magic.residency.spans import Span
 
-__all__ = ["busy", "replace"]
+__all__ = ["busy", "explained", "replace"]
 
 _refcounts = sys.getrefcount
-_use_count = torch.Tensor._use_count
+_use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
 _storage_use_count = torch._C._storage_Use_Count
 _version = operator.attrgetter("_version")
 _OVERHEAD = next(map(_refcounts, [object()]))  # the list that holds it and the call itself
@@ -40,26 +40,27 @@ _OVERHEAD = next(map(_refcounts, [object()]))  # the list that holds it and the 
 _RESTING = (dict, list, set, types.CellType)
 
 
-def busy(span: Span, *, holders: int = 0) -> str:
+def busy(span: Span, references: list[int] | None = None, *, holders: int = 0) -> str:
     """Why the span's memory cannot be replaced now, or an empty string. A look only: it may be out of date at once.
 
-    ``holders`` is the number of tensors of our own over the same memory.
+    ``references`` are the harmless counts from `explained`; ``holders`` is the number of tensors of our own over the
+    same memory.
     """
     tensors = span.tensors
     if span.alone and _storage_use_count(span.memory._cdata) != _owners(span, holders):
         return "another tensor shares its memory"
     if any(count != 1 for count in map(_use_count, tensors)):
         return "an operation or an autograd graph uses it"
-    if list(map(_refcounts, tensors)) != _expected_references(span):
+    if references is not None and list(map(_refcounts, tensors)) != references:
         return "Python code is using it"
     return ""
 
 
-def replace(span: Span, fresh: list[torch.Tensor], *, holders: int = 0, ignore_python: bool = False) -> bool:
+def replace(span: Span, fresh: list[torch.Tensor], references: list[int] | None = None, *, holders: int = 0) -> bool:
     """Gives each of the span's tensors the data of its counterpart in ``fresh``, all or none; False: it is in use.
 
-    The span still holds the old memory, so nothing is freed here. ``ignore_python`` leaves reference counts out: right
-    when the old memory stays valid for late readers.
+    The span still holds the old memory, so nothing is freed here. Without ``references`` Python's reference counts are
+    left out: right when the old memory stays valid for late readers.
     """
     tensors = span.tensors
     looks = [
@@ -68,41 +69,45 @@ def replace(span: Span, fresh: list[torch.Tensor], *, holders: int = 0, ignore_p
     ]
     if span.alone:
         looks.append(map(operator.eq, map(_storage_use_count, [span.memory._cdata]), [_owners(span, holders)]))
-    if not ignore_python:
-        looks.append(map(operator.eq, map(_refcounts, tensors), _expected_references(span)))
+    if references is not None:
+        looks.append(map(operator.eq, map(_refcounts, tensors), references))
     idle = map(all, [chain.from_iterable(looks)])
     # One call into C: from the first look to the last replacement no other thread runs.
     done = list(map(setattr, chain.from_iterable(compress([tensors], idle)), repeat("data"), fresh))
     return bool(done)
 
 
+def explained(spans: list[Span]) -> list[list[int]]:
+    """For each span the reference counts that are harmless.
+
+    They are those of the model's own places and of containers that rest on the heap; the real counts differ where a
+    frame or C code holds a tensor.
+    """
+    by_slots = [[_OVERHEAD + slots for slots in span.slots] for span in spans]
+    odd = [s for s, expected in zip(spans, by_slots, strict=True) if list(map(_refcounts, s.tensors)) != expected]
+    resting = _resting_references(odd) if odd else {}
+    return [
+        [
+            max(own, _OVERHEAD + resting.get(id(tensor), 0) - 1)
+            for own, tensor in zip(expected, span.tensors, strict=True)
+        ]
+        if span in odd
+        else expected
+        for span, expected in zip(spans, by_slots, strict=True)
+    ]
+
+
+def _resting_references(spans: list[Span]) -> Counter[int]:
+    """How often containers that rest on the heap refer to each tensor (by id), the spans' own lists included.
+
+    One pass of the garbage collector's lists (tens of milliseconds); it collects nothing and runs no finaliser.
+    """
+    tensors = [tensor for span in spans for tensor in span.tensors]
+    wanted = set(map(id, tensors))
+    holders = [h for h in gc.get_referrers(*tensors) if isinstance(h, _RESTING) and h is not tensors]
+    return Counter(filter(wanted.__contains__, map(id, gc.get_referents(*holders))))
+
+
 def _owners(span: Span, holders: int) -> int:
     """The storage's use count while idle: its tensors, the span's own hold, and ours."""
     return len(span.tensors) + 1 + holders
-
-
-def _expected_references(span: Span) -> list[int]:
-    """The reference counts that are harmless; differs from the real ones where a frame or C code holds a tensor."""
-    by_slots = [_OVERHEAD + slots for slots in span.slots]
-    actual = list(map(_refcounts, span.tensors))
-    if actual == by_slots:
-        return by_slots
-    return [_OVERHEAD + max(slots, rest) for slots, rest in zip(span.slots, _resting_references(span), strict=True)]
-
-
-def _resting_references(span: Span) -> list[int]:
-    """References to each tensor from containers that rest on the heap, found by one pass of the garbage collector's
-    lists (tens of milliseconds; it collects nothing and runs no finaliser).
-    """
-    counts = dict.fromkeys(map(id, span.tensors), 0)
-    ours: set[int] = {id(span.tensors)}
-    for holder in gc.get_referrers(*span.tensors):
-        if isinstance(holder, _RESTING) and id(holder) not in ours:
-            _count_inside(holder, counts)
-    return list(counts.values())
-
-
-def _count_inside(holder: Any, counts: dict[int, int]) -> None:
-    for inside in map(id, gc.get_referents(holder)):
-        if inside in counts:
-            counts[inside] += 1

@@ -1,0 +1,127 @@
+"""The core: what the parts of one manager share, and the requests that they make of each other.
+
+Public only inside the package: the manager, its handles and the magics are faces of it. It joins the register, the
+deciding thread and the device; it takes the register's lock for no longer than it takes to look something up, and waits
+only with the lock given away.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+from vram_magic.devices.base import Device
+from vram_magic.errors import ModelInUseError, VRAMError
+from vram_magic.journal import Journal
+from vram_magic.models.managed import ManagedModel, TorchModel
+from vram_magic.oom import VRAMOutOfMemoryError
+from vram_magic.policy import Request
+from vram_magic.reclaim import Reclaimer, Room
+from vram_magic.registry import Registry
+from vram_magic.workers import Workers, settled
+
+__all__ = ["Core"]
+
+
+@dataclass(eq=False)
+class Core:
+    """One device's register, threads, journal and decisions."""
+
+    device: Device
+    workers: Workers = field(default_factory=Workers)
+    journal: Journal = field(default_factory=Journal)
+    closed: bool = False
+    last_error: VRAMOutOfMemoryError | None = None
+
+    def __post_init__(self) -> None:
+        self.registry = Registry(self.workers, self.bring)
+        self.reclaimer = Reclaimer(self.registry, self.device, self.journal)
+
+    # ---------------------------------------------------------------------------------------------------- room
+
+    def room(self, request: Request, required: ManagedModel | None = None) -> Room:
+        """The room, reserved; waits for moves in progress where they may help. Raises the reason why not."""
+        decide = functools.partial(
+            self.reclaimer.make_room, request, required=required, credit_bytes=self.device.meter.credit_bytes
+        )
+        while True:
+            room = settled(self.workers.decide(decide), Room.release)
+            if room.busy and self.registry.wait_for_moves(required):
+                continue
+            if room.error is not None:
+                self.note(room.error)
+                raise room.error
+            return room
+
+    def note(self, error: BaseException | None) -> None:
+        """Keeps the last out-of-memory for whoever asks afterwards."""
+        if isinstance(error, VRAMOutOfMemoryError):
+            self.last_error = error
+
+    # ------------------------------------------------------------------------------------------------- one model
+
+    def bring(self, model: ManagedModel) -> None:
+        """Loads what is missing of a model that this thread has marked."""
+        missing = settled(self.workers.decide(model.missing_bytes))
+        if not missing:
+            return
+        room = self.room(Request(missing, model.rank, asked_by=f"loading {model.name}"), required=model)
+        try:
+            assert room.reservation is not None  # noqa: S101  a room without an error has one
+            model.load(room.reservation)
+        finally:
+            room.release()
+
+    def evict(self, model: ManagedModel) -> int:
+        """Moves out all that can leave of an idle model; returns the bytes. Raises `ModelInUseError`."""
+        with self.registry.moving(model, "leaving"):
+            self.check_idle(model)
+            return settled(self.workers.decide(self.reclaimer.evict, model, f"evict {model.name}"))
+
+    def forget(self, model: ManagedModel) -> None:
+        """Takes a model out of management; what was spilled is read back where there is room."""
+        with self.registry.moving(model, "leaving"):
+            if model.forgotten:
+                return
+            room = self._room_to_read_back(model)
+            self.registry.remove(model)
+            try:
+                settled(self.workers.decide(model.release, room.reservation))
+            finally:
+                room.release()
+
+    def _room_to_read_back(self, model: ManagedModel) -> Room:
+        need = model.body.figures.host_bytes if isinstance(model, TorchModel) else 0
+        if not need or self.closed:
+            return Room(self.device.meter.reserve(need)) if need else Room()
+        try:
+            return self.room(Request(need, model.rank, asked_by=f"handing back {model.name}"), required=model)
+        except VRAMOutOfMemoryError:
+            return Room()  # it stays mapped, and whole
+
+    def check_idle(self, model: ManagedModel) -> None:
+        """Raises `ModelInUseError` for a leased or pinned model."""
+        with self.registry.lock:
+            leased, pinned = bool(model.leases), model.pinned
+        if leased or pinned:
+            reason = "in use by a call in progress" if leased else "pinned"
+            remedy = "Wait for the call, or interrupt it" if leased else f"Let it leave with: %vram unpin {model.name}"
+            raise ModelInUseError(f"{model.name!r} stays where it is.\n0 B were freed.\nIt is {reason}.\n{remedy}")
+
+    def look(self, model: ManagedModel) -> None:
+        """Brings figures up to date, unless somebody is moving the model or we would wait for ourselves."""
+        if not (model.moving or model.forgotten or self.closed or self.workers.is_ours):
+            settled(self.workers.decide(self.reclaimer.look, model))
+
+    def clear_up(self) -> None:
+        """Forgets models whose objects have died."""
+        if self.registry.gone and not self.workers.is_ours and not self.closed:
+            settled(self.workers.decide(self.reclaimer.clear_up))
+
+    def check_open(self) -> None:
+        """Raises `VRAMError` after `close`."""
+        if self.closed:
+            raise VRAMError(
+                "This manager is closed.\nIt manages 0 models.\nmgr.close() was called, or the extension was unloaded."
+                "\nTake the current one: vram_magic.manager()"
+            )

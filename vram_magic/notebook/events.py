@@ -1,0 +1,114 @@
+"""What happens around a cell: one line under it when it made a model leave.
+
+A `CellWatch` owns the two callbacks and the place in the journal where the cell began. A callback never raises, since
+IPython would print a block under every cell; it does nothing measurable while there is no manager; and neither relies
+on the other having run, since IPython skips the first one for empty cells. It keeps a record of the journal, never a
+manager or a model. Takes no lock. Refuses to know who decides, and why.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from vram_magic.notebook.current import open_manager
+from vram_magic.notebook.report import shortened
+from vram_magic.sizes import format_size
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from vram_magic.journal import Journal, Record
+    from vram_magic.notebook.failures import ShortFailures
+
+__all__ = ["CellWatch", "departures"]
+
+_SHOWN = 5
+
+
+def _never_raises(callback: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(callback)
+    def quiet(*args: Any) -> None:
+        try:
+            callback(*args)
+        except (Exception, KeyboardInterrupt):  # noqa: BLE001  a line less is better than an error in every cell
+            return
+
+    return quiet
+
+
+class CellWatch:
+    """The callbacks of one shell."""
+
+    def __init__(self, shell: InteractiveShell, failures: ShortFailures) -> None:
+        self._shell = shell
+        self._failures = failures
+        self._last: Record | None = None
+        """The last record that is not this cell's."""
+
+    def attach(self) -> None:
+        """Registers both callbacks."""
+        self._shell.events.register("pre_run_cell", self.before)
+        self._shell.events.register("post_run_cell", self.after)
+
+    def detach(self) -> None:
+        """Takes both out."""
+        self._shell.events.unregister("pre_run_cell", self.before)
+        self._shell.events.unregister("post_run_cell", self.after)
+
+    @_never_raises
+    def before(self, _info: object) -> None:
+        """Remembers where the journal is."""
+        if (manager := open_manager()) is not None:
+            self._failures.install()
+            self._last = _end_of(manager.journal)
+
+    @_never_raises
+    def after(self, _result: object) -> None:
+        """Tells who left since."""
+        if (manager := open_manager()) is None:
+            return
+        new = _since(manager.journal, self._last)
+        self._last = _end_of(manager.journal)
+        if line := departures(new):
+            print(line)  # noqa: T201  the one line that is printed unasked
+
+
+def _end_of(journal: Journal) -> Record | None:
+    return journal[-1] if len(journal) else None
+
+
+def _since(journal: Journal, last: Record | None) -> list[Record]:
+    """The records after that one; all of them, when it is not there any more."""
+    new = []
+    for record in reversed(journal):
+        if record is last:
+            break
+        new.append(record)
+    return new[::-1]
+
+
+def departures(records: Iterable[Record]) -> str:
+    """One line about the models that left to make room; empty when none did. What the user asked for is no news."""
+    left: dict[str, int] = {}
+    askers: dict[str, None] = {}
+    for record in records:
+        for step in record.left:
+            if step.blocks and step.stage != "asked":
+                left[step.model] = left.get(step.model, 0) + step.bytes
+                askers[record.asked_by] = None
+    if not left:
+        return ""
+    who = _some([f"{shortened(name)} ({format_size(size)})" for name, size in left.items()])
+    if len(left) == 1:
+        ((name, size),) = left.items()
+        who = f"{shortened(name)} left ({format_size(size)})"
+    else:
+        who += " left"
+    return f"vram_magic: {who} to make room for {_some([shortened(asker) for asker in askers])}"
+
+
+def _some(words: list[str]) -> str:
+    more = len(words) - _SHOWN
+    return ", ".join(words[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
