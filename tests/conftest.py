@@ -1,5 +1,6 @@
 """What the tests share: a notebook in this process, with the extension loaded."""
 
+import gc
 import sys
 
 import pytest
@@ -50,7 +51,11 @@ def bare_notebook(capsys, tmp_path, monkeypatch):
     yield Notebook(shell, capsys)
     shell.run_line_magic("unload_ext", "vram_magic")
     shell.reset(new_session=False)
+    shell.last_execution_result = None
     InteractiveShell.clear_instance()
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)  # a failed cell's frames would keep its tensors into the next test
+    gc.collect()
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
-"""Loading, end to end: without these, a loaded model computes something else than its files say, keeps memory
-that nobody uses, or loses an edit when it leaves the device."""
+"""Loading, end to end: without these, a loaded model computes what its files do not say, or forgets an edit."""
 
 from __future__ import annotations
 
@@ -30,7 +29,6 @@ TOKENS = torch.arange(12).view(2, 6)
 
 @pytest.fixture
 def mgr(tmp_path):
-    gc.collect()  # what earlier tests left would go in the middle of a measurement
     manager = vm.VRAMManager(device="cpu", budget="64MiB", block_bytes="64KiB", spill_dir=tmp_path / "spill")
     yield manager
     manager.close()
@@ -237,7 +235,7 @@ def test_a_builder_is_called_once(mgr):
     assert (h.state, calls) == ("device", [1])
 
 
-def test_a_builder_that_runs_out_of_memory_leaves_nothing(mgr):
+def test_a_builder_that_runs_out_of_memory_leaves_nothing(mgr, no_gc):
     before = mgr.used_bytes
     with pytest.raises(vm.VRAMOutOfMemoryError) as caught:
         mgr.load("m", too_big)
@@ -245,7 +243,6 @@ def test_a_builder_that_runs_out_of_memory_leaves_nothing(mgr):
     assert caught.value.budget_bytes == 64 * MIB
     assert len(str(caught.value).splitlines()) == 4
     del caught
-    gc.collect()
     assert ("m" in mgr, mgr.used_bytes) == (False, before)
 
 
@@ -302,6 +299,20 @@ def test_a_file_that_was_replaced_takes_nothing_with_it(mgr, folder):
     assert torch.equal(answer(h.model), answer(opt()))
     h.evict()
     assert same(h.model, opt())
+
+
+def test_a_load_that_fails_gives_its_memory_back_at_once(mgr, folder, no_gc):
+    h = mgr.load("m", folder)
+    h.evict()
+    before = mgr.used_bytes
+    path = folder / "model.safetensors"
+    with path.open("r+b") as file:  # in place, and no shorter: the last tensors of the file are others now
+        file.seek(path.stat().st_size - 4096)
+        file.write(bytes(4096))
+    with pytest.raises(vm.BackingLostError) as caught:
+        h.load()
+    assert len(str(caught.value).splitlines()) == 4
+    assert (h.state, mgr.used_bytes) == ("disk", before)
 
 
 CUT = """

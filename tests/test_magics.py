@@ -125,10 +125,10 @@ def test_what_is_no_expression_over_known_names_is_looked_for_as_a_path_or_hub_i
     assert "SourceError" in notebook.fail("%load_model tiny 17")
 
 
-def test_a_failed_load_binds_nothing_and_is_four_lines(notebook):
+def test_a_failed_load_binds_nothing_and_is_a_few_lines(notebook):
     shown = notebook.fail("%load_model tiny lambda: build(100)")
     assert shown.startswith("VRAMOutOfMemoryError: ")
-    assert len(shown.strip().splitlines()) == 4
+    assert len(shown.strip().splitlines()) <= 5
     assert "tiny" not in notebook.shell.user_ns
     assert "tiny" not in vm.manager()
 
@@ -153,7 +153,7 @@ def test_the_report_names_models_and_other_tensors(notebook):
 def test_a_size_may_be_two_words(notebook):
     assert notebook.run("%vram budget 32 MiB") == "budget 32.0 MiB\n"
     assert vm.manager().budget_bytes == 32 * MIB
-    assert "enough is free" not in notebook.run("%vram budget auto")
+    assert notebook.run("%vram budget auto").startswith("budget ")
 
 
 def test_a_lower_budget_says_what_it_freed(notebook):

@@ -130,7 +130,7 @@ class Loading:
             ours = self._core.last_error
             if ours is None or str(ours) != str(error):
                 raise
-            text = f"{name!r} was not loaded: building it ran out of memory.\n{ours}"
+            text = f"{name!r} could not be built: {ours}"
             raise VRAMOutOfMemoryError(
                 text,
                 needed_bytes=ours.needed_bytes,

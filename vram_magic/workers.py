@@ -38,7 +38,10 @@ def settled(future: concurrent.futures.Future[R], discard: Callable[[R], None] |
         except KeyboardInterrupt as error:
             interrupt = error
     if interrupt is None:
-        return future.result()
+        try:
+            return future.result()
+        finally:
+            del future  # its exception refers to this frame: a cycle would keep alive whatever the failed call held
     if discard is not None and future.exception() is None:
         discard(future.result())
     raise interrupt

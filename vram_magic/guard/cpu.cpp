@@ -1,9 +1,10 @@
 // The native guard of the CPU device: torch's CPU allocator with a budget.
 //
 // It owns three counters, all in bytes:
-//   live       what torch has allocated through this guard (and storages adopted from before it) and not freed
-//   committed  live plus room promised to reservations; never passes the budget by an allocation
-//   peak       the highest value of live since it was last reset
+//   committed  what torch has allocated through this guard (and storages adopted from before it) and not freed, plus
+//              room promised to reservations; never passes the budget by an allocation
+//   held       what reservations still hold; committed less held is what is live
+//   peak       the highest live value since it was last reset
 // A request that would pass the budget calls back, with no lock held; the callback either grants it (it has then
 // committed the bytes in this request's name) or gives up, and the request throws c10::OutOfMemoryError, which Python
 // sees as torch.OutOfMemoryError. It refuses to know who leaves, and what a model is.
@@ -34,7 +35,7 @@ constexpr int kGranted = 1, kInterrupted = 2;
 using PressureFn = int64_t (*)(int64_t need);
 using InterruptFn = void (*)();
 
-std::atomic<int64_t> live{0}, committed{0}, peak{0}, budget{INT64_MAX}, calls{0};
+std::atomic<int64_t> committed{0}, held{0}, peak{0}, budget{INT64_MAX}, calls{0};
 std::atomic<PressureFn> on_pressure{nullptr};
 std::atomic<InterruptFn> set_interrupt{nullptr};
 
@@ -64,7 +65,14 @@ int64_t draw(int64_t n) {
   do {
     take = left < n ? left : n;
   } while (!drawing->left.compare_exchange_weak(left, left - take));
+  held.fetch_sub(take);
   return take;
+}
+
+void undraw(int64_t n) {
+  if (!n) return;
+  drawing->left.fetch_add(n);
+  held.fetch_add(n);
 }
 
 [[noreturn]] void refuse(int64_t n) {
@@ -95,16 +103,15 @@ void admit(int64_t n) {
   if (!(answer & kGranted)) refuse(n);
 }
 
-void took(int64_t n) {
-  int64_t now = live.fetch_add(n) + n, top = peak.load(std::memory_order_relaxed);
+int64_t live() { return committed.load() - held.load(); }
+
+void note_peak() {
+  int64_t now = live(), top = peak.load(std::memory_order_relaxed);
   while (now > top && !peak.compare_exchange_weak(top, now)) {
   }
 }
 
-void gave(int64_t n) {
-  live.fetch_sub(n);
-  committed.fetch_sub(n);
-}
+void gave(int64_t n) { committed.fetch_sub(n); }
 
 void release(void* data) {
   if (!data) return;
@@ -139,7 +146,7 @@ struct Guard final : c10::Allocator {
       try {
         admit(size - own);
       } catch (...) {
-        if (own) drawing->left.fetch_add(own);
+        undraw(own);
         throw;
       }
     }
@@ -147,12 +154,12 @@ struct Guard final : c10::Allocator {
     try {
       raw = base->allocate(n + kHeader).release_context();
     } catch (...) {  // the machine itself has no memory
-      if (own) drawing->left.fetch_add(own);
+      undraw(own);
       committed.fetch_sub(size - own);
       throw;
     }
     *static_cast<int64_t*>(raw) = size;
-    took(size);
+    note_peak();
     void* data = static_cast<char*>(raw) + kHeader;
     return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
   }
@@ -181,19 +188,29 @@ void vm_callbacks(PressureFn pressure, InterruptFn interrupt) {
 }
 void vm_message(const char* text) { message = text; }
 void vm_set_budget(int64_t n) { budget = n; }
-int64_t vm_live() { return live; }
+int64_t vm_live() { return live(); }
 int64_t vm_committed() { return committed; }
 int64_t vm_peak() { return peak; }
 int64_t vm_calls() { return calls; }
-void vm_reset_peak() { peak = live.load(); }
+void vm_reset_peak() { peak = live(); }
 
 // Takes n bytes of the free room, or returns null.
-Reservation* vm_reserve(int64_t n) { return commit(n) ? new Reservation{{n}} : nullptr; }
+Reservation* vm_reserve(int64_t n) {
+  held.fetch_add(n);  // before the commit: in between, live reads too low, where the other order would raise the peak
+  if (commit(n)) return new Reservation{{n}};
+  held.fetch_sub(n);
+  return nullptr;
+}
 int64_t vm_left(Reservation* r) { return r->left; }
 // Hands the bytes left to whoever is named in the callback's answer: they stay committed.
-void vm_transfer(Reservation* r) { delete r; }
+void vm_transfer(Reservation* r) {
+  held.fetch_sub(r->left.exchange(0));
+  delete r;
+}
 void vm_release(Reservation* r) {
-  committed.fetch_sub(r->left.exchange(0));
+  int64_t left = r->left.exchange(0);
+  committed.fetch_sub(left);
+  held.fetch_sub(left);
   delete r;
 }
 // This thread's allocations draw on r (null: on nothing); returns what they drew on before.
@@ -207,7 +224,8 @@ int64_t vm_credit() { return drawing ? drawing->left.load() : 0; }
 // Declared bytes of an outside engine: counted, never allocated here.
 void vm_spend(Reservation* r, int64_t n) {
   r->left.fetch_sub(n);
-  took(n);
+  held.fetch_sub(n);
+  note_peak();
 }
 void vm_give_back(int64_t n) { gave(n); }
 
@@ -224,7 +242,7 @@ int64_t vm_adopt(c10::StorageImpl* storage) {
   if (!pointer.compare_exchange_deleter(base_free, &release_adopted)) return -1;
   adopted()[pointer.get()] = size;
   committed.fetch_add(size);
-  took(size);
+  note_peak();
   return size;
 }
 }

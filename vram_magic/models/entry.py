@@ -17,6 +17,7 @@ import inspect
 import types
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +67,11 @@ class EntryPoint:
         if isinstance(result, _SUSPENDED):
             return _hold(registry, model, result)
         return result
+
+    @property
+    def shadowed(self) -> Callable[..., Any] | None:
+        """The instance's own attribute that it stands for; None when it is the class's method."""
+        return self._function if self._bound else None
 
     def _plain(self, thing: Any) -> Any:
         """The method as it is without us."""
@@ -134,53 +140,81 @@ async def _held_async_generator(
         registry.end(lease)
 
 
+@dataclass(frozen=True, slots=True)
+class _Shadow:
+    """An entry point in its place. Both are referred to weakly: what it shadows may refer to its module."""
+
+    module: weakref.ref[torch.nn.Module]
+    name: str
+    entry: weakref.ref[EntryPoint]
+
+    def take_away(self) -> None:
+        module, entry = self.module(), self.entry()
+        if module is None or entry is None or module.__dict__.get(self.name) is not entry:
+            return  # gone, or replaced by the user
+        if entry.shadowed is None:
+            del module.__dict__[self.name]
+        else:
+            module.__dict__[self.name] = entry.shadowed
+
+
 class EntryPoints:
     """All entry points of one model: on its roots always, on the modules below only while asked to watch them."""
 
     def __init__(self, registry: Registry, roots: Iterable[torch.nn.Module]) -> None:
         self._registry = registry
         self._roots = [weakref.ref(root) for root in roots]
-        self._on_roots: list[tuple[weakref.ref[torch.nn.Module], str, Any]] = []
-        self._on_children: list[tuple[weakref.ref[torch.nn.Module], str, Any]] = []
+        self._on_roots: list[_Shadow] = []
+        self._on_children: list[_Shadow] = []
+        # The same entry point comes back each time: a compiled call would be compiled anew for another one.
+        self._known: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, EntryPoint]] = weakref.WeakKeyDictionary()
 
     def install(self, model: ManagedModel) -> None:
-        for root in self._living():
-            self._on_roots += self._shadow(root, model)
+        self._on_roots = [shadow for root in self._living() for shadow in self._shadow(root, model)]
 
     def watch_children(self, model: ManagedModel) -> None:
         if self._on_children:
             return
-        for root in self._living():
-            for child in root.modules():
-                if child is not root:
-                    self._on_children += self._shadow(child, model)
+        roots = self._living()
+        children = [child for root in roots for child in root.modules() if child not in roots]
+        self._on_children = [shadow for child in children for shadow in self._shadow(child, model)]
 
     def unwatch_children(self) -> None:
         watched, self._on_children = self._on_children, []
-        _restore(watched)
+        for shadow in watched:
+            shadow.take_away()
 
     def remove(self) -> None:
         self.unwatch_children()
-        _restore(self._on_roots)
+        for shadow in self._on_roots:
+            shadow.take_away()
         self._on_roots = []
 
     def _living(self) -> list[torch.nn.Module]:
         return [root for ref in self._roots if (root := ref()) is not None]
 
-    def _shadow(self, module: torch.nn.Module, model: ManagedModel) -> list[tuple[weakref.ref[Any], str, Any]]:
-        done: list[tuple[weakref.ref[Any], str, Any]] = []
+    def _shadow(self, module: torch.nn.Module, model: ManagedModel) -> list[_Shadow]:
+        done: list[_Shadow] = []
         if isinstance(module, torch.jit.ScriptModule):
             return done  # its methods live in C++
-        attributes = module.__dict__
         for name in _public_methods(type(module)):  # type: ignore[arg-type]
-            own = attributes.get(name)
+            own = module.__dict__.get(name)
             if isinstance(own, EntryPoint):
-                continue  # a module shared with another model, which watches it
-            function, bound = _unwrapped(module, name, own)
-            if function is not None:
-                attributes[name] = EntryPoint(module, name, function, bound, self._registry, model)
-                done.append((weakref.ref(module), name, own))
+                continue  # watched by a model that shares the module
+            entry = self._entry(module, name, own, model)
+            if entry is not None:
+                module.__dict__[name] = entry
+                done.append(_Shadow(weakref.ref(module), name, weakref.ref(entry)))
         return done
+
+    def _entry(self, module: torch.nn.Module, name: str, own: Any, model: ManagedModel) -> EntryPoint | None:
+        function, bound = _unwrapped(module, name, own)
+        if function is None or bound:
+            return None if function is None else EntryPoint(module, name, function, True, self._registry, model)
+        known = self._known.setdefault(module, {})
+        if name not in known:
+            known[name] = EntryPoint(module, name, function, False, self._registry, model)
+        return known[name]
 
 
 def _unwrapped(module: torch.nn.Module, name: str, own: Any) -> tuple[Callable[..., Any] | None, bool]:
@@ -190,17 +224,6 @@ def _unwrapped(module: torch.nn.Module, name: str, own: Any) -> tuple[Callable[.
     if isinstance(own, types.MethodType) and own.__self__ is module:
         return own.__func__, False  # a bound method of the object in its own dict would be a cycle through us
     return (own, True) if callable(own) else (None, True)
-
-
-def _restore(shadowed: list[tuple[weakref.ref[Any], str, Any]]) -> None:
-    for ref, name, own in shadowed:
-        module = ref()
-        if module is None or not isinstance(module.__dict__.get(name), EntryPoint):
-            continue  # gone, or replaced by the user
-        if own is None:
-            del module.__dict__[name]
-        else:
-            module.__dict__[name] = own
 
 
 @functools.lru_cache(maxsize=4096)

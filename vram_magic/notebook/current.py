@@ -30,7 +30,7 @@ def open_manager() -> VRAMManager | None:
 
 def is_open(manager: VRAMManager) -> bool:
     """Whether the manager still manages."""
-    return not manager._closed  # noqa: SLF001  has no public name
+    return not manager._core.closed  # noqa: SLF001  has no public name
 
 
 def close_managers() -> None:
@@ -41,7 +41,7 @@ def close_managers() -> None:
 
 def managed_models(manager: VRAMManager) -> list[ManagedModel]:
     """The models by rank, then name. Unlike ``manager.models`` it never waits for a decision in progress."""
-    registry = manager._registry  # noqa: SLF001  `manager.models` waits, and its handles look anew
+    registry = manager._core.registry  # noqa: SLF001  `manager.models` waits, and its handles look anew
     with registry.lock:
         models = list(registry.models.values())
     alive = (model for model in models if getattr(model, "thing", model) is not None)

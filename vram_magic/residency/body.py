@@ -341,7 +341,8 @@ class Body:
             while fetched:
                 arrived += self._arrive(*fetched.pop(), deadline)
         finally:
-            for span, _, _ in fetched:  # what was fetched for nothing goes at once
+            for span, memory, _ in fetched:  # what was fetched for nothing goes at once, whoever keeps the traceback
+                memory.untyped_storage().resize_(0)
                 self._device.freed(span.nbytes)
             fetched.clear()
         self.look()
