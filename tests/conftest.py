@@ -50,12 +50,22 @@ def bare_notebook(capsys, tmp_path, monkeypatch):
     shell = InteractiveShell.instance(config=config)
     yield Notebook(shell, capsys)
     shell.run_line_magic("unload_ext", "vram_magic")
-    shell.reset(new_session=False)
-    shell.last_execution_result = None
+    _let_go_of(shell)
+
+
+def _let_go_of(shell):
+    """Frees what the cells made: tensors that live on would count in the next test."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell.user_ns.clear()
+    shell.history_manager.output_hist.clear()
+    shell.displayhook._ = shell.displayhook.__ = shell.displayhook.___ = shell.last_execution_result = None
     InteractiveShell.clear_instance()
-    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
-        vars(sys).pop(name, None)  # a failed cell's frames would keep its tensors into the next test
-    gc.collect()
+    if hasattr(sys, "last_value"):  # some cell failed: its frames hold what it had
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+            vars(sys).pop(name, None)
+        shell.InteractiveTB.tb = None
+        gc.collect()
 
 
 @pytest.fixture

@@ -39,14 +39,16 @@ class Core:
 
     # ---------------------------------------------------------------------------------------------------- room
 
-    def room(self, request: Request, required: ManagedModel | None = None) -> Room:
-        """The room, reserved; waits for moves in progress where they may help. Raises the reason why not."""
-        decide = functools.partial(
-            self.reclaimer.make_room, request, required=required, credit_bytes=self.device.meter.credit_bytes
-        )
+    def room(self, request: Request, required: ManagedModel | None = None, credit_bytes: int = 0) -> Room:
+        """The room, reserved; waits for moves in progress where they may help. Raises the reason why not.
+
+        ``credit_bytes``: what of it the caller has already, in a reservation or in a model that it is about to unload.
+        """
+        decide = functools.partial(self.reclaimer.make_room, request, required=required, credit_bytes=credit_bytes)
         while True:
+            changes = self.registry.changes
             room = settled(self.workers.decide(decide), Room.release)
-            if room.busy and self.registry.wait_for_moves(required):
+            if room.busy and self.registry.wait_for_moves(changes, required):
                 continue
             if room.error is not None:
                 self.note(room.error)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vram_magic.core import Core
-from vram_magic.models.managed import EngineModel, ManagedModel
-from vram_magic.policy import DEFAULT_TIERS
+from vram_magic.models.managed import EngineModel, ManagedModel, TorchModel
+from vram_magic.policy import DEFAULT_TIERS, Request
 from vram_magic.workers import settled
 
 __all__ = ["Engines", "ModelSlot"]
@@ -33,25 +34,40 @@ class Engines:
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    def load(self, fresh: EngineModel) -> EngineModel:
-        """The engine, loaded: the one of the same id, backend and size that is there, else the fresh one."""
+    def load(self, make: Callable[[], EngineModel]) -> EngineModel:
+        """The engine, loaded: the one of the same id, backend and size that is there, else a fresh one."""
         registry = self._core.registry
-        with registry.lock:
-            known = registry.models.setdefault(fresh.name, fresh)
-        model = known if isinstance(known, EngineModel) and known.key == fresh.key else None
-        if model is None:
-            self.unload(known)
-            return self.load(fresh)
+        while True:
+            fresh = make()
+            with registry.lock:
+                known = registry.models.setdefault(fresh.name, fresh)
+            if not isinstance(known, EngineModel) or known.key != fresh.key:
+                self._make_way(known, fresh)
+                continue
+            try:
+                if registry.ensure(known):
+                    return known
+            except BaseException:
+                registry.remove_unloaded(known)
+                raise
+
+    def _make_way(self, known: ManagedModel, fresh: EngineModel) -> None:
+        """Unloads what has the id, once it is sure that the fresh one will fit."""
+        self._core.check_idle(known)
+        request = Request(fresh.total_bytes, fresh.rank, asked_by=f"loading {fresh.name}")
+        room = self._core.room(request, known, credit_bytes=known.device_bytes)
         try:
-            registry.ensure(model)
-        except BaseException:
-            registry.remove_unloaded(model)
-            raise
-        return model
+            self.unload(known)
+        finally:
+            room.release()
 
     def unload(self, model: ManagedModel) -> None:
         """Unloads and forgets. Raises `ModelInUseError`, and what the backend raises: it then stays."""
         registry = self._core.registry
+        if isinstance(model, TorchModel):
+            self._core.check_idle(model)
+            self._core.forget(model)
+            return
         with registry.moving(model, "leaving"):
             self._core.check_idle(model)
             settled(self._core.workers.decide(self._core.reclaimer.evict, model, f"unloading {model.name}"))

@@ -47,8 +47,8 @@ def _marks(model: ManagedModel) -> str:
 
 def _weights(model: TorchModel) -> list[str]:
     figures = model.body.figures
-    present = sum(1 for total, resident in figures.blocks if resident == total)
-    lines = [f"{present} of {format_blocks(len(figures.blocks))} are on the device."]
+    present, count = model.blocks
+    lines = [f"{present} of {format_blocks(count)} are on the device."]
     lines += [
         f"{kept.name} ({format_size(kept.nbytes)}) cannot leave: {kept.reason}." for kept in figures.kept[:_SHOWN]
     ]

@@ -110,6 +110,12 @@ class Handle:
         return self._managed.device_bytes
 
     @property
+    def blocks(self) -> tuple[int, int]:
+        """(blocks whole on the device, blocks in all); an outside engine is one."""
+        self._refresh()
+        return self._managed.blocks
+
+    @property
     def in_use(self) -> bool:
         return bool(self._managed.leases)
 
@@ -126,7 +132,8 @@ class Handle:
     def load(self) -> Handle:
         """Brings every block to the device. Raises `VRAMOutOfMemoryError`."""
         self._known()
-        self._core.registry.ensure(self._managed)
+        if not self._core.registry.ensure(self._managed):
+            self._known()
         return self
 
     async def aload(self) -> Handle:

@@ -27,13 +27,16 @@ class Pressure:
     def __call__(self, need_bytes: int) -> int:
         core, interrupted = self._core, 0
         question: concurrent.futures.Future[Room] | None = None
+        changes = 0
         while True:
             try:
                 if core.workers.is_ours or core.registry.held_by_me:
                     return interrupted  # a decision here would wait for ourselves
-                question = question or self._ask(need_bytes)
+                if question is None:
+                    changes = core.registry.changes
+                    question = self._ask(need_bytes)
                 room = question.result()
-                if room.busy and core.registry.wait_for_moves():
+                if room.busy and core.registry.wait_for_moves(changes):
                     question = None
                     continue
                 return self._answer(room) | interrupted

@@ -52,7 +52,7 @@ class _Decision:
     stuck: dict[str, str] = field(default_factory=dict)
     snapshot: Snapshot | None = None
     plan: Plan | None = None
-    first: tuple[Snapshot, Plan] | None = None
+    first: tuple[Snapshot, Request, Plan] | None = None
     # By model, what could leave. It refers to weights, so it must not outlive the decision: they would look used.
     parts: dict[str, Candidates] = field(default_factory=dict)
 
@@ -82,7 +82,7 @@ class Reclaimer:
         self.clear_up()
         self._device.refresh()
         decision = _Decision(request, required, credit_bytes, had_bytes=self.available_bytes() + credit_bytes)
-        if user_code and decision.had_bytes < request.need_bytes:
+        if user_code and decision.had_bytes < request.need_bytes <= self._device.budget_bytes:
             self._ask_workspaces(decision)
         try:
             return self._meet(decision)
@@ -107,17 +107,27 @@ class Reclaimer:
         request = Request(max(meter.committed_bytes - budget_bytes, 0) + self.available_bytes(), asked_by=asked_by)
         decision = _Decision(request, None, 0, had_bytes=self.available_bytes())
         if meter.committed_bytes > budget_bytes and not self._plan(decision).satisfied:
+            self._record(decision, "the budget stays: not enough may leave")
             raise self._refusal(decision)
         before = self._device.budget_setting
         self._device.set_budget(budget_bytes)  # first, so that nobody takes the room that is being made
-        while meter.committed_bytes > budget_bytes:
-            decision.request = Request(0, asked_by=asked_by)
-            if not self._one_round(decision):
-                self._device.set_budget(before)
-                raise self._refusal(decision)
+        try:
+            self._leave_until_it_holds(decision)
+        except BaseException as error:
+            self._device.set_budget(before)
+            self._record(decision, f"the budget stays: {type(error).__name__}")
+            raise
         if decision.left:
             self._record(decision, "the budget was lowered")
         return decision.freed_bytes
+
+    def _leave_until_it_holds(self, decision: _Decision) -> None:
+        """Makes models leave until no more is committed than the budget."""
+        while (had := self.available_bytes()) < 0:
+            decision.request = Request(0, asked_by=decision.request.asked_by)
+            if not self._one_round(decision):
+                decision.request = Request(-had, asked_by=decision.request.asked_by)
+                raise self._refusal(decision)
 
     def evict(self, model: ManagedModel, asked_by: str) -> int:
         """Moves out what can leave of a model that the caller has marked; returns the bytes."""
@@ -131,8 +141,11 @@ class Reclaimer:
         return freed
 
     def look(self, model: ManagedModel) -> None:
-        """Brings the model's figures up to date."""
-        model.missing_bytes()
+        """Brings the model's figures up to date, unless it is being moved: then it is looked at anyway."""
+        with self._registry.lock:
+            moving = model.moving
+        if not moving:
+            model.missing_bytes()
 
     def available_bytes(self) -> int:
         """Free bytes that nobody has reserved; negative when a budget was lowered below use."""
@@ -171,20 +184,22 @@ class Reclaimer:
         if not chosen.satisfied:
             return False
         models = self._claim(chosen.steps)
+        gave: set[str] = set()
         try:
             for step, model in models:
                 if self._fits(decision):
                     break  # a victim gave more than it was believed to hold
-                self._take(decision, model, step)
+                if self._take(decision, model, step):
+                    gave.add(model.name)
         finally:
             for _, model in models:
-                self._registry.done_moving(model)
+                self._registry.done_moving(model, changed=model.name in gave)
         return True
 
     def _fits(self, decision: _Decision) -> bool:
         return self.available_bytes() + decision.credit_bytes >= decision.request.need_bytes
 
-    def _take(self, decision: _Decision, model: ManagedModel, step: Step) -> None:
+    def _take(self, decision: _Decision, model: ManagedModel, step: Step) -> int:
         parts = decision.parts[model.name].parts[-step.blocks :]
         residency = model.residency
         if step.stage == "demotion":
@@ -194,6 +209,7 @@ class Reclaimer:
             model.residency = residency
         if freed < step.bytes:
             decision.stuck[model.name] = stayed or "it gave less than it held"
+        return freed
 
     def _timed(self, decision: _Decision, model: ManagedModel, parts: list[object], step: Step) -> tuple[int, str]:
         meter, start = self._device.meter, time.perf_counter()
@@ -214,7 +230,7 @@ class Reclaimer:
             for step in steps:
                 model = self._registry.models.get(step.model)
                 if step.blocks and model is not None and not self._spared(model, None):
-                    model.moving = "leaving"
+                    self._registry.claim(model)
                     claimed.append((step, model))
         return claimed
 
@@ -229,7 +245,7 @@ class Reclaimer:
             chosen = self._plan_once(decision, proven=True)
         assert decision.snapshot is not None  # noqa: S101
         decision.plan = chosen
-        decision.first = decision.first or (decision.snapshot, chosen)
+        decision.first = decision.first or (decision.snapshot, decision.request, chosen)
         return chosen
 
     def _plan_once(self, decision: _Decision, *, proven: bool) -> Plan:
@@ -296,7 +312,7 @@ class Reclaimer:
     def holders(self) -> dict[str, int]:
         """Bytes on the device by model, and those of everything else."""
         with self._registry.lock:
-            held = {name: model.device_bytes for name, model in self._registry.models.items()}
+            held = {name: size for name, model in self._registry.models.items() if (size := model.device_bytes)}
         rest = self._device.meter.live_bytes - sum(held.values())
         return held | ({_OTHER: rest} if rest > 0 else {})
 
@@ -318,18 +334,18 @@ class Reclaimer:
         )
 
     def _record(self, decision: _Decision, reason: str) -> None:
-        snapshot, chosen = decision.first or (None, None)
+        snapshot, request, chosen = decision.first or (None, decision.request, None)
         self._journal.append(
             Record(
-                asked_by=decision.request.asked_by,
-                need_bytes=decision.request.need_bytes,
+                asked_by=request.asked_by,
+                need_bytes=request.need_bytes,
                 had_bytes=decision.had_bytes,
                 freed_bytes=decision.freed_bytes,
                 left=tuple(decision.left),
                 spared=chosen.spared if chosen else (),
                 reason=reason,
                 snapshot=snapshot,
-                request=decision.request,
+                request=request,
                 plan=chosen,
             )
         )

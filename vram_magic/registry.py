@@ -7,8 +7,8 @@ a lease in whatever thread, and leases are entries of a set, which such an inter
 
 Lock order: this lock, then a meter's leaf lock. Never the other way round, and no other lock under it.
 
-A thread that finds no room may wait for leases of others, but never for threads that wait themselves: two models, each
-the other's victim, do not hang; one of the calls fails with a clear error.
+A thread that finds no room may wait for leases and moves of others, but only while somebody among them does not wait
+in turn for it: two models, each the other's victim, do not hang; one of the calls fails with a clear error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from vram_magic.errors import UnknownModelError, VRAMError
@@ -53,9 +53,12 @@ class Registry:
         self.gone: deque[str] = deque()
         """Names whose objects died; finalisers append, `Reclaimer` clears up."""
         self._changed = threading.Condition(self.lock)
-        self._changes = 0
+        self.changes = 0
+        """Counts what may give room: a lease that ended, a move that ended. A decision that failed is worth a second
+        try when it has grown since before the first."""
         self._clock = itertools.count(1)
-        self._waiting: set[int] = set()
+        self._waiting: dict[int, Callable[[], Iterable[int]]] = {}
+        """By waiting thread: a look at the threads that it waits for."""
         self._thread = threading.local()
         self._workers = workers
         self._bring = bring
@@ -124,14 +127,18 @@ class Registry:
 
     def inside(self, model: ManagedModel) -> bool:
         """Whether this thread's innermost managed call is one of the model already."""
-        stack = getattr(self._thread, "stack", None)
-        return stack is not None and bool(stack) and stack[-1] is model
+        return self.current is model
 
     @property
     def current(self) -> ManagedModel | None:
         """The model whose call this thread is in."""
-        stack: list[ManagedModel] | None = getattr(self._thread, "stack", None)
-        return stack[-1] if stack else None
+        stack: list[Lease] | None = getattr(self._thread, "stack", None)
+        while stack:
+            model = stack[-1].model
+            if stack[-1] in model.leases:
+                return model
+            stack.pop()  # ended by another thread
+        return None
 
     @property
     def held_by_me(self) -> bool:
@@ -141,17 +148,23 @@ class Registry:
     def begin(self, model: ManagedModel, *, suspended: bool = False) -> Lease:
         """A lease on the model, with everything it needs on the device. Raises `VRAMOutOfMemoryError` and others."""
         lease = Lease(model, suspended=suspended)
-        with self.lock:
-            ready = model.complete and not model.moving
-            if ready:
-                self._grant(lease)
-        if not ready:
-            self._make_ready(lease)
-        if not suspended:
-            stack = getattr(self._thread, "stack", None)
-            if stack is None:
-                stack = self._thread.stack = []
-            stack.append(model)
+        try:
+            with self.lock:
+                ready = model.complete and not model.moving
+                if ready:
+                    self._grant(lease)
+            if not ready:
+                self._make_ready(lease)
+            if not suspended:
+                stack = getattr(self._thread, "stack", None)
+                if stack is None:
+                    stack = self._thread.stack = []
+                stack.append(lease)
+        except BaseException:  # an interrupt may come after the grant
+            with self.lock:
+                model.leases.discard(lease)
+                self.notify()
+            raise
         return lease
 
     async def begin_async(self, model: ManagedModel) -> Lease:
@@ -159,7 +172,7 @@ class Registry:
         with self.lock:
             if model.complete and not model.moving:
                 return self._grant(Lease(model, suspended=True))
-        return await self._workers.call(lambda: self.begin(model, suspended=True))
+        return await self._workers.call(lambda: self.begin(model, suspended=True), self.end)
 
     def end(self, lease: Lease) -> None:
         """Ends a lease; once is enough, from any thread."""
@@ -169,8 +182,8 @@ class Registry:
             self.notify()
         if not lease.suspended:
             stack = getattr(self._thread, "stack", None)
-            if stack and stack[-1] is lease.model:
-                stack.pop()
+            if stack and lease in stack:
+                stack.remove(lease)  # most often the last
 
     def _grant(self, lease: Lease) -> Lease:
         lease.model.leases.add(lease)
@@ -190,17 +203,18 @@ class Registry:
             with self.lock:
                 self._grant(lease)
 
-    def ensure(self, model: ManagedModel) -> None:
-        """Everything of the model is on the device on return; no lease is taken."""
+    def ensure(self, model: ManagedModel) -> bool:
+        """Everything of the model is on the device on return; no lease is taken. False: it was forgotten meanwhile."""
         with self.moving(model, "loading"):
             if not model.complete:
                 self._bring_or_wait(model)
             with self.lock:
                 self.touch(model)
+            return not model.forgotten
 
     def _bring_or_wait(self, model: ManagedModel) -> None:
-        while True:
-            changes = self._changes
+        while not model.forgotten:
+            changes = self.changes
             try:
                 self._bring(model)
             except VRAMOutOfMemoryError as error:
@@ -213,74 +227,93 @@ class Registry:
 
     @contextmanager
     def moving(self, model: ManagedModel, how: str) -> Iterator[None]:
-        """Marks the model for a move, after whatever moves it now. Raises `VRAMError` when that never ends."""
-        with self.lock:
-            while model.moving:
-                self._wait()
-            model.moving = how
+        """Marks the model for a move, after whatever moves it now."""
         try:
+            with self.lock:
+                self._mark(model, how)
             yield
         finally:
             self.done_moving(model)
 
-    def done_moving(self, model: ManagedModel) -> None:
+    def _mark(self, model: ManagedModel, how: str) -> None:
+        self._wait_while(lambda: bool(model.moving), lambda: [model.mover])
+        model.moving, model.mover = how, threading.get_ident()
+
+    def claim(self, model: ManagedModel) -> None:
+        """Called with the lock held, for a model that nobody moves: marks it as leaving."""
+        model.moving, model.mover = "leaving", threading.get_ident()
+
+    def done_moving(self, model: ManagedModel, *, changed: bool = True) -> None:
+        """Clears this thread's mark; ``changed``: whether anything moved."""
         with self.lock:
-            model.moving = ""
-            self.notify()
+            if model.moving and model.mover == threading.get_ident():
+                self._clear_mark(model)
+                self.changes += changed
+
+    def _clear_mark(self, model: ManagedModel) -> None:
+        model.moving, model.mover = "", 0
+        self._changed.notify_all()
 
     def notify(self) -> None:
         """Called with the lock held, after anything that a waiting thread may hope for."""
-        self._changes += 1
+        self.changes += 1
         if self._waiting:
             self._changed.notify_all()
 
-    def wait_for_moves(self, mine: ManagedModel | None = None) -> bool:
-        """Waits until some move of another model ends; False when there is none to wait for."""
+    # ------------------------------------------------------------------------------------------------- waiting
+
+    def wait_for_moves(self, changes: int, mine: ManagedModel | None = None) -> bool:
+        """Waits until something has changed since `changes` was read. False when no move of another model will."""
+
+        def movers() -> list[int]:
+            return [model.mover for model in self.models.values() if model.moving and model is not mine]
+
         with self.lock:
-            others = [model for model in self.models.values() if model.moving and model is not mine]
-            if not others:
-                return False
-            changes = self._changes
-            while self._changes == changes:
-                self._wait()
-            return True
+            waited = self._hope(movers)
+            self._wait_while(lambda: self.changes == changes and self._hope(movers), movers)
+            return waited or self.changes != changes
 
     def _wait_for_others(self, model: ManagedModel, changes: int) -> bool:
-        """Waits for a lease or a move of others to end. False when none will, unless something changed already."""
+        """Waits until something has changed since `changes` was read. False when no lease or move of others will."""
         me = threading.get_ident()
+
+        def holders() -> list[int]:
+            others = [m for m in self.models.values() if m is not model]
+            leases = [lease for m in others for lease in list(m.leases) if not lease.suspended and lease.thread != me]
+            return [lease.thread for lease in leases] + [m.mover for m in others if m.moving]
+
         with self.lock:
-            if not self._may_change(model, me):
-                return self._changes != changes and self._progress(model)
-            # Ours may be what the other one waits for: while waiting we hold no mark.
-            model.moving = ""
-            self.notify()
-            seen = self._changes
-            while self._changes == seen and self._may_change(model, me):
-                self._wait()
-            worth_it = self._changes != seen
-            while model.moving:
-                self._wait()
-            model.moving = "loading"
-            return worth_it
+            self._clear_mark(model)  # ours may be what the other one waits for
+            self._wait_while(lambda: self.changes == changes and self._hope(holders), holders)
+            changed = self.changes != changes
+            self._mark(model, "loading")
+            return changed
 
-    def _progress(self, model: ManagedModel) -> bool:
-        """Whether, after a change that we missed, there is an idle model to take."""
-        return any(m.device_bytes and not m.leases and not m.pinned for m in self.models.values() if m is not model)
+    def _hope(self, awaited: Callable[[], Iterable[int]]) -> bool:
+        """Whether one of the threads runs, or waits for one that runs, and none of it for this thread."""
+        seen, todo = {threading.get_ident()}, list(awaited())
+        while todo:
+            thread = todo.pop()
+            if thread in seen:
+                continue
+            if thread not in self._waiting:
+                return True
+            seen.add(thread)
+            todo += self._waiting[thread]()
+        return False
 
-    def _may_change(self, model: ManagedModel, me: int) -> bool:
-        others = [m for m in self.models.values() if m is not model]
-        leases = [lease for m in others for lease in list(m.leases) if not lease.suspended and lease.thread != me]
-        return any(m.moving for m in others) or any(lease.thread not in self._waiting for lease in leases)
-
-    def _wait(self) -> None:
-        """One wait for a change, with the lock given away meanwhile."""
-        me = threading.get_ident()
+    def _wait_while(self, condition: Callable[[], bool], awaited: Callable[[], Iterable[int]]) -> None:
+        """Called with the lock held, which is given away meanwhile."""
+        if not condition():
+            return
         if self._workers.is_ours:
             raise VRAMError("A move would wait for itself.\nPlease report this: it is a defect of vram_magic.")
-        self._waiting.add(me)
-        self._changed.notify_all()  # others may be waiting for a lease of this thread: let them look again
+        me = threading.get_ident()
+        self._waiting[me] = awaited
+        self._changed.notify_all()  # others may be waiting for this thread: let them look again
         try:
-            self._changed.wait(_POLL_S)
+            while condition():
+                self._changed.wait(_POLL_S)
+                self._workers.check_cancelled()
         finally:
-            self._waiting.discard(me)
-        self._workers.check_cancelled()
+            del self._waiting[me]

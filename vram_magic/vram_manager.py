@@ -314,10 +314,14 @@ class VRAMManager:
             Exception: what the backend raised; the model is then absent
         """
         self._check_name(model_id)
-        model = EngineModel(model_id, backend, gb_to_bytes(vram_gb), self._core.device, self._core.workers)
-        model.tier, model.rank = self._core.registry.rank_of(model_type, priority)
-        model.pinned = pin
-        return self._handle(await self._core.workers.call(lambda: self._engines.load(model)))
+        size, (tier, rank) = gb_to_bytes(vram_gb), self._core.registry.rank_of(model_type, priority)
+
+        def make() -> EngineModel:
+            model = EngineModel(model_id, backend, size, self._core.device, self._core.workers)
+            model.tier, model.rank, model.pinned = tier, rank, pin
+            return model
+
+        return self._handle(await self._core.workers.call(lambda: self._engines.load(make)))
 
     async def unload_model(self, model_id: str) -> None:
         """Unloads and forgets an engine. Raises `UnknownModelError`, `ModelInUseError`, and what the backend raises."""
@@ -353,7 +357,8 @@ class VRAMManager:
         Raises:
             VRAMOutOfMemoryError: it cannot be done; nothing moved
         """
-        room = self._core.room(self._request(need, tier, prefer, "make_room"))
+        request = self._request(need, tier, prefer, "make_room")
+        room = self._core.room(request, credit_bytes=self._core.device.meter.credit_bytes)
         room.release()
         return room.freed_bytes
 
@@ -400,7 +405,7 @@ class _Reserve:
         self._stack.close()
 
     async def __aenter__(self) -> None:
-        self._enter(await self._core.workers.call(lambda: self._core.room(self._request)))
+        self._enter(await self._core.workers.call(lambda: self._core.room(self._request), Room.release))
 
     async def __aexit__(self, *exc: object) -> None:
         self._stack.close()

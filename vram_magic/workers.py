@@ -84,10 +84,26 @@ class Workers:
         return function()
 
     def run_coroutine(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        """The coroutine's result, from the manager's event loop; cancelled when the calling job is cancelled."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._event_loop())
+        """The coroutine's result, from the manager's event loop; cancelled when the calling job is cancelled.
+
+        Waits for its real end, also when it takes its time to be cancelled, or completes all the same.
+        """
+        loop = self._event_loop()
+        # Not `run_coroutine_threadsafe`: its future is done as soon as it is cancelled, while the coroutine still runs.
+        future: concurrent.futures.Future[R] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[R]] = []
+
+        def start() -> None:
+            tasks.append(loop.create_task(coroutine))
+            tasks[0].add_done_callback(functools.partial(_hand_over, future))
+
+        def stop() -> None:
+            tasks[0].cancel()
+
+        loop.call_soon_threadsafe(start)
         job: _Job | None = getattr(self._local, "job", None)
-        with job.cancelling(future.cancel) if job else contextlib.nullcontext():
+        cancel = functools.partial(loop.call_soon_threadsafe, stop)
+        with job.cancelling(cancel) if job else contextlib.nullcontext():
             return settled(future)
 
     def check_cancelled(self) -> None:
@@ -96,10 +112,11 @@ class Workers:
         if job is not None and job.cancelled:
             raise Cancelled
 
-    async def call(self, function: Callable[[], R]) -> R:
+    async def call(self, function: Callable[[], R], discard: Callable[[R], None] | None = None) -> R:
         """Runs a blocking function without blocking the caller's loop.
 
-        A cancelled caller cancels the job, and leaves only when the job has ended, so that what it did is known.
+        A cancelled caller cancels the job, and leaves only when the job has ended, so that what it did is known; a
+        result that came all the same goes to ``discard``.
         """
         job = _Job()
         future = asyncio.wrap_future(self._callers.submit(self._as_job, job, function))
@@ -110,6 +127,8 @@ class Workers:
             while not future.done():
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await asyncio.shield(future)
+            if future.exception() is None and discard is not None:
+                discard(future.result())
             raise
 
     def _as_job(self, job: _Job, function: Callable[[], R]) -> R:
@@ -123,15 +142,14 @@ class Workers:
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._run_loop, name="vram-magic-loop", daemon=True).start()
+                threading.Thread(target=self._run_loop, args=(self._loop,), name="vram-magic-loop", daemon=True).start()
             return self._loop
 
-    def _run_loop(self) -> None:
-        assert self._loop is not None  # noqa: S101
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         self._ours.add(threading.get_ident())
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.close()
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+        loop.close()
 
     def close(self) -> None:
         """Ends the threads; what is running finishes."""
@@ -140,6 +158,15 @@ class Workers:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
+
+
+def _hand_over(future: concurrent.futures.Future[R], task: asyncio.Task[R]) -> None:
+    if task.cancelled():
+        future.set_exception(Cancelled())
+    elif (error := task.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())
 
 
 class _Job:

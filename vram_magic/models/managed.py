@@ -56,6 +56,8 @@ class ManagedModel(ABC):
         self.leases: set[Lease] = set()
         self.moving = ""
         """``"loading"`` or ``"leaving"`` while some thread moves it."""
+        self.mover = 0
+        """The thread that has set the mark."""
         self.forgotten = False
         self.workspace: Callable[[], Any] | None = None
         self.key: object = None
@@ -80,6 +82,11 @@ class ManagedModel(ABC):
     @abstractmethod
     def state(self) -> str:
         """``"device"``, ``"partial"``, ``"host"`` or ``"disk"``, as of the last look."""
+
+    @property
+    @abstractmethod
+    def blocks(self) -> tuple[int, int]:
+        """(blocks whole on the device, blocks in all), as of the last look."""
 
     @abstractmethod
     def candidates(self, *, proven: bool = False) -> Candidates:
@@ -157,6 +164,11 @@ class TorchModel(ManagedModel):
         # Most models have a few bytes that are in no file (rotary frequencies, position ids): the larger part decides.
         return "host" if figures.host_bytes > figures.disk_bytes else "disk"
 
+    @property
+    def blocks(self) -> tuple[int, int]:
+        sizes = self.body.figures.blocks
+        return sum(resident == total for total, resident in sizes), len(sizes)
+
     def candidates(self, *, proven: bool = False) -> Candidates:
         blocks = self.body.look_for_idle()
         present = [block for block in blocks if block.resident_bytes]
@@ -223,6 +235,10 @@ class EngineModel(ManagedModel):
     def state(self) -> str:
         return "device" if self._loaded else "disk"
 
+    @property
+    def blocks(self) -> tuple[int, int]:
+        return int(self._loaded), 1
+
     def candidates(self, *, proven: bool = False) -> Candidates:
         if not self._loaded or proven:  # nothing of an engine can be proven
             return Candidates([], ())
@@ -240,7 +256,11 @@ class EngineModel(ManagedModel):
         return 0 if self._loaded else self._declared_bytes
 
     def load(self, reservation: Reservation) -> None:
-        self._workers.run_coroutine(self._backend.load(self.name))
+        self._workers.run_coroutine(self._load(reservation))
+
+    async def _load(self, reservation: Reservation) -> None:
+        await self._backend.load(self.name)
+        # Here, at once: neither an interrupt nor a cancellation of who waits may keep it out of the books.
         reservation.spend(self._declared_bytes)
         self._loaded = True
 

@@ -248,7 +248,7 @@ class Body:
             if reason:
                 stayed.append(reason)
         self.look()
-        self.staying = stayed[0] if stayed else ""
+        self.staying = stayed[0] if stayed else self.staying
         return freed, stayed
 
     def _evict_block(self, block: Block, *, only_proven: bool) -> tuple[int, str]:
