@@ -69,7 +69,7 @@ class Slow(Engines):
 
     async def loading(self, model_id: str) -> None:
         self.begun.set()
-        while not self.go.is_set():
+        while not self.go.is_set():  # noqa: ASYNC110  set from another loop
             await asyncio.sleep(0.002)
 
 
@@ -110,7 +110,7 @@ def loaded(mgr):
 
 
 async def until(condition):
-    while not condition():  # the watchdog of the test bounds it
+    while not condition():  # the watchdog of the test bounds it  # noqa: ASYNC110  set from another loop
         await asyncio.sleep(0.002)
 
 

@@ -44,12 +44,12 @@ def manager():
 
 
 def test_the_text_has_the_device_one_row_a_model_and_everything_else():
-    shown = repr(report(row(marks=("in use", "pinned")), row("asr", tier="asr", device_bytes=0, blocks=(0, 0))))
+    shown = repr(report(row(marks=("in use", "pinned")), row("asr", tier="asr", device_bytes=0, blocks=(0, 1))))
     assert shown.splitlines() == [
         "cpu: 3.0 MiB of 64.0 MiB used, 61.0 MiB free, peak 9.0 MiB (guard: native)",
         "  model  tier  state    on the device       blocks",
         "  llm    llm   partial  1.0 MiB of 4.0 MiB  1 of 4  in use, pinned",
-        "  asr    asr   partial  0 B of 4.0 MiB      -",
+        "  asr    asr   partial  0 B of 4.0 MiB      0 of 1",
         "other tensors: 2.0 MiB",  # 3 - 1
     ]
 

@@ -7,6 +7,7 @@ the user's, so they are escaped in HTML, and shortened in text. Takes no lock it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ class Row:
     state: str
     device_bytes: int
     total_bytes: int
-    blocks: tuple[int, int]  # on the device whole, and all; (0, 0) for an outside engine
+    blocks: tuple[int, int]  # on the device whole, and all
     marks: tuple[str, ...]
 
     @property
@@ -42,8 +43,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        blocks = f"{self.blocks[0]} of {self.blocks[1]}" if self.blocks[1] else "-"
-        return self.tier, self.state, self.size, blocks, ", ".join(self.marks)
+        return self.tier, self.state, self.size, "{} of {}".format(*self.blocks), ", ".join(self.marks)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -105,22 +105,29 @@ def shortened(name: str, width: int = _NAME_WIDTH) -> str:
 
 
 def _row_of(model: ManagedModel) -> Row:
-    figures = getattr(getattr(model, "body", None), "figures", None)  # an outside engine has no body
-    blocks = figures.blocks if figures is not None else ()
-    marks = ["in use"] * bool(model.leases) + ["pinned"] * model.pinned + [model.moving] * bool(model.moving)
-    if model.residency != "auto":
-        marks.append(f"residency {model.residency}")
-    if figures is not None and figures.host_bytes:
-        marks.append(f"{format_size(figures.host_bytes)} spilled")
     return Row(
         name=model.name,
         tier=str(model.rank if model.tier is None else model.tier),
         state=model.state,
         device_bytes=model.device_bytes,
         total_bytes=model.total_bytes,
-        blocks=(sum(total == resident for total, resident in blocks), len(blocks)),
-        marks=tuple(marks),
+        blocks=model.blocks,
+        marks=tuple(_marks(model)),
     )
+
+
+def _marks(model: ManagedModel) -> Iterator[str]:
+    if model.leases:
+        yield "in use"
+    if model.pinned:
+        yield "pinned"
+    if model.moving:
+        yield model.moving
+    if model.residency != "auto":
+        yield f"residency {model.residency}"
+    body = getattr(model, "body", None)  # an outside engine has none
+    if body is not None and body.figures.host_bytes:
+        yield f"{format_size(body.figures.host_bytes)} spilled"
 
 
 def _aligned(table: list[tuple[str, ...]]) -> list[str]:

@@ -1,0 +1,285 @@
+"""Loading and unloading the extension, what happens around cells, and how failures show.
+
+Without these, a reload leaves two of everything, a plain ``%load_ext`` costs seconds, an exception in a callback prints
+a block under every cell, and a notebook whose magic failed passes as green.
+"""
+
+import importlib
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+import vram_magic as vm
+from vram_magic.journal import Record, StepTaken
+from vram_magic.notebook.events import departures
+
+MIB = 2**20
+LOAD = "%load_ext vram_magic\n%vram budget 64MiB\nimport torch\nfrom torch import nn"
+
+
+def ours(shell):
+    """How many of our callbacks, matchers and configurables the shell has."""
+    callbacks = [f for fs in shell.events.callbacks.values() for f in fs if f.__module__.startswith("vram_magic")]
+    matchers = [m for m in shell.Completer.custom_matchers if m.matcher_identifier == "vram_magic"]
+    configurables = [c for c in shell.configurables if type(c).__name__ == "VramMagics"]
+    magics = shell.magics_manager.magics["line"].keys() & {"vram", "load_model"}
+    return len(callbacks), len(matchers), len(configurables), len(magics)
+
+
+# ------------------------------------------------------------------------------------------------ in and out again
+
+
+def test_loading_imports_neither_torch_nor_widgets_and_makes_no_manager():
+    script = """
+        import sys
+        from IPython.core.interactiveshell import InteractiveShell
+        shell = InteractiveShell.instance()
+        shell.run_line_magic("load_ext", "vram_magic")
+        shell.run_line_magic("vram", "help")
+        shell.run_cell("1 + 1")
+        heavy = {"torch", "ipywidgets", "tqdm", "pynvml", "vram_magic.vram_manager"}
+        assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True)
+
+
+def test_loading_twice_leaves_one_of_everything(bare_notebook):
+    vm.load_ipython_extension(bare_notebook.shell)
+    assert ours(bare_notebook.shell) == (2, 1, 1, 2)
+    vm.load_ipython_extension(bare_notebook.shell)
+    assert ours(bare_notebook.shell) == (2, 1, 1, 2)
+    vm.unload_ipython_extension(bare_notebook.shell)
+    assert ours(bare_notebook.shell) == (0, 0, 0, 0)
+
+
+def test_reloading_leaves_one_of_everything(bare_notebook):
+    bare_notebook.run("%load_ext vram_magic\n%reload_ext vram_magic\n%reload_ext vram_magic")
+    for module in ("vram_magic.notebook.events", "vram_magic.notebook.magics", "vram_magic.notebook", "vram_magic"):
+        importlib.reload(sys.modules[module])
+    bare_notebook.run("%reload_ext vram_magic")
+    assert ours(bare_notebook.shell) == (2, 1, 1, 2)
+    bare_notebook.run("%unload_ext vram_magic")
+    assert ours(bare_notebook.shell) == (0, 0, 0, 0)
+
+
+def test_unloading_closes_the_manager_and_leaves_models_usable(notebook):
+    notebook.run("%load_model tiny build\nx = torch.ones(1, 512); before = tiny(x)")
+    notebook.run("%vram evict tiny\nmgr = __import__('vram_magic').manager()")
+    notebook.run("%unload_ext vram_magic")
+    assert "UsageError" in notebook.fail("%vram")
+    notebook.run("assert torch.equal(tiny(x), before)")
+    with pytest.raises(vm.VRAMError, match="closed"):
+        notebook["mgr"].make_room(1)
+
+
+def test_unloading_what_was_never_loaded_is_harmless(bare_notebook):
+    vm.unload_ipython_extension(bare_notebook.shell)
+    assert ours(bare_notebook.shell) == (0, 0, 0, 0)
+
+
+def test_a_magic_of_the_users_own_that_took_our_name_survives_unloading(notebook):
+    notebook.run("from IPython.core.magic import register_line_magic")
+    notebook.run("@register_line_magic\ndef vram(line): print('mine')")
+    notebook.run("%unload_ext vram_magic")
+    assert notebook.run("%vram") == "mine\n"
+
+
+# ------------------------------------------------------------------------------------------------------ around cells
+
+
+def test_one_line_tells_who_left_while_a_cell_ran(notebook):
+    notebook.run("%load_model tiny build")
+    assert notebook.run("x = torch.empty(62 * 2**20 // 4)") == (
+        "vram_magic: tiny left (4.0 MiB) to make room for an allocation\n"
+    )
+    assert notebook.run("1;") == ""
+
+
+def test_what_the_user_asked_for_is_no_news(notebook):
+    notebook.run("%load_model tiny build")
+    assert notebook.run("%vram evict tiny") == "freed 4.0 MiB\n"
+    assert notebook.run("h = %load_model tiny build\nh.evict();") == ""
+
+
+def test_a_quiet_cell_prints_nothing(notebook):
+    notebook.run("%load_model tiny build")
+    assert notebook.run("tiny(torch.ones(1, 512));") == ""
+
+
+def test_a_cell_is_not_told_of_what_happened_before_it(notebook):
+    notebook.run("%load_model tiny build")
+    vm.manager().make_room("62MiB")
+    assert notebook.run("1;") == ""
+
+
+def test_the_first_cell_with_a_manager_is_told_too(bare_notebook):
+    shown = bare_notebook.run(
+        "%load_ext vram_magic\nimport torch, vram_magic\nfrom torch import nn\nmgr = vram_magic.manager()\n"
+        "mgr.budget_bytes = '64MiB'\nnet = nn.Linear(1024, 1024)\nmgr.register('net', net)\nx = torch.empty(62 * 2**18)"
+    )
+    assert "vram_magic: net left (4.0 MiB)" in shown
+
+
+def test_an_end_without_a_beginning_breaks_nothing(notebook, capsys):
+    notebook.run("%load_model tiny build\nx = torch.empty(62 * 2**18)")
+    for _ in range(3):
+        notebook.shell.events.trigger("post_run_cell", None)
+    notebook.run("")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_trouble_in_a_callback_reaches_no_cell(notebook, monkeypatch):
+    monkeypatch.setattr(vm.Journal, "__len__", lambda self: 1 / 0)
+    assert notebook.run("1;") == ""
+
+
+def test_the_callbacks_cost_nothing_to_speak_of(notebook):
+    events, rounds = notebook.shell.events, 200
+    begin = time.perf_counter()
+    for _ in range(rounds):
+        events.trigger("pre_run_cell", None)
+        events.trigger("post_run_cell", None)
+    assert (time.perf_counter() - begin) / rounds < 5e-3
+
+
+def took(model, size, stage="pass 1", asked_by="an allocation", blocks=1):
+    return Record(asked_by, 1, 0, size, left=(StepTaken(model, blocks, size, stage, "because"),))
+
+
+def test_several_departures_are_one_line_with_sums():
+    records = [took("a", MIB), took("b", 2 * MIB, asked_by="loading c"), took("a", MIB)]
+    assert departures(records) == (
+        "vram_magic: a (2.0 MiB), b (2.0 MiB) left to make room for an allocation, loading c"
+    )
+
+
+def test_many_departures_are_still_one_readable_line():
+    line = departures([took(f"{i}{'x' * 190}", MIB) for i in range(50)])
+    assert "and 45 more left" in line
+    assert len(line) < 400
+
+
+def test_a_workspace_given_back_is_no_departure():
+    assert departures([took("a", MIB, "workspace", blocks=0), took("a", MIB, "asked")]) == ""
+    assert departures([]) == ""
+
+
+# ---------------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_plain_cell_that_runs_out_of_memory_fails_with_the_few_lines(notebook):
+    shown = notebook.fail("x = torch.empty(100 * 2**20)")
+    assert shown.startswith("OutOfMemoryError: Not enough memory on cpu")
+    assert len(shown.strip().splitlines()) == 4
+    assert type(notebook.shell.last_execution_result.error_in_exec).__name__ == "OutOfMemoryError"
+    assert sys.last_traceback is not None  # for %debug
+
+
+def test_the_short_form_keeps_no_tensor_of_the_failed_cell(notebook):
+    notebook.run("import weakref")
+    notebook.run(
+        "def fails():\n    big = torch.empty(2**20); seen.append(weakref.ref(big))\n"
+        "    return torch.empty(100 * 2**20)\nseen = []"
+    )
+    notebook.fail("fails()")
+    error = notebook.shell.last_execution_result.error_in_exec
+    assert notebook["seen"][0]() is not None
+    notebook.shell.last_execution_result = sys.last_value = sys.last_traceback = None
+    vm.manager()._core.last_error = None
+    del error
+    assert notebook["seen"][0]() is None  # without a collection
+
+
+def test_an_out_of_memory_that_we_did_not_refuse_shows_its_traceback(notebook):
+    assert "Traceback" in notebook.fail("raise torch.OutOfMemoryError('of another kind')")
+
+
+def test_the_users_own_handler_is_left_alone(bare_notebook):
+    bare_notebook.run(
+        "def mine(shell, kind, error, trace, tb_offset=None): print('mine:', kind.__name__)\n"
+        "get_ipython().set_custom_exc((ArithmeticError,), mine)"
+    )
+    bare_notebook.run(LOAD)
+    assert bare_notebook.fail("1 / 0") == "mine: ZeroDivisionError\n"
+    bare_notebook.run("%unload_ext vram_magic")
+    assert bare_notebook.fail("1 / 0") == "mine: ZeroDivisionError\n"
+
+
+def test_unloading_takes_the_handler_out(notebook):
+    assert notebook.shell.custom_exceptions
+    notebook.run("%unload_ext vram_magic")
+    assert notebook.shell.custom_exceptions == ()
+
+
+# ---------------------------------------------------------------------------------------------------- in a real kernel
+
+
+def executed(*cells):
+    """The cells after they were run in a kernel of their own; the first that fails ends it."""
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        client = NotebookClient(book, timeout=120, kernel_name="python3")
+        try:
+            client.execute()
+        except CellExecutionError as error:
+            book.metadata["error"] = str(error.ename)
+    return book
+
+
+def text_of(cell):
+    return "".join(out.get("text", "") + out.get("data", {}).get("text/plain", "") for out in cell.outputs)
+
+
+def test_in_a_kernel_the_report_is_text_and_escaped_html():
+    evil = "<img src=x onerror=alert(1)>"
+    book = executed(
+        LOAD,
+        f"import vram_magic\nnet = nn.Linear(8, 8)\nvram_magic.manager().register({evil!r}, net)",
+        "%vram",
+    )
+    (output,) = book.cells[2].outputs
+    assert evil in output.data["text/plain"]
+    assert "&lt;img src=x onerror=alert(1)&gt;" in output.data["text/html"]
+    assert "<img" not in output.data["text/html"]
+
+
+def test_in_a_kernel_an_out_of_memory_fails_the_cell_with_the_few_lines():
+    book = executed(
+        LOAD,
+        "h = %load_model tiny lambda: nn.Linear(1024, 1024, bias=False)",
+        "x = torch.empty(61 * 2**18)",
+        "y = torch.empty(100 * 2**20)",
+    )
+    assert text_of(book.cells[2]) == "vram_magic: tiny left (4.0 MiB) to make room for an allocation\n"
+    (output,) = book.cells[3].outputs
+    assert (book.metadata["error"], output.ename) == ("OutOfMemoryError", "OutOfMemoryError")
+    assert len("\n".join(output.traceback).splitlines()) == 4
+
+
+@pytest.mark.parametrize("cell", ["%vram evict nobody", "%load_model x 17", "%vram nonsense"])
+def test_in_a_kernel_a_failing_magic_fails_its_cell(cell):
+    book = executed(LOAD, cell, "print('not reached')")
+    assert book.metadata["error"] in ("UnknownModelError", "SourceError", "UsageError")
+    assert not book.cells[2].outputs
+
+
+def test_in_a_kernel_the_panel_changes_while_a_cell_runs():
+    book = executed(
+        LOAD + "\nimport time",
+        "%vram panel",
+        "net = nn.Linear(512, 512)\nimport vram_magic\nvram_magic.manager().register('net', net)\n"
+        "time.sleep(1)\nsent = __import__('vram_magic.notebook.panel').notebook.panel._panel.widget.value\n"
+        "print('net' in sent)",
+        "%vram panel --close",
+    )
+    assert book.cells[1].outputs[0].data["text/plain"].startswith("<vram_magic panel")
+    assert "application/vnd.jupyter.widget-view+json" in book.cells[1].outputs[0].data
+    assert text_of(book.cells[2]) == "True\n"
