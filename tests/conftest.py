@@ -57,8 +57,8 @@ def _let_go_of(shell):
     """Frees what the cells made: tensors that live on would count in the next test."""
     from IPython.core.interactiveshell import InteractiveShell
 
-    shell.user_ns.clear()
-    shell.history_manager.output_hist.clear()
+    for place in (shell.user_ns, shell.user_ns_hidden, shell.history_manager.output_hist):
+        place.clear()
     shell.displayhook._ = shell.displayhook.__ = shell.displayhook.___ = shell.last_execution_result = None
     InteractiveShell.clear_instance()
     if hasattr(sys, "last_value"):  # some cell failed: its frames hold what it had

@@ -35,15 +35,11 @@ def note(n: int = 0) -> Record:
 
 
 def decision(need: int) -> Record:
-    snapshot = Snapshot(
-        100, 5, (ModelState("llm", 0, 1, (3, 4)), ModelState("größe", 2, 0, (9,), spared="in use"))
-    )
+    snapshot = Snapshot(100, 5, (ModelState("llm", 0, 1, (3, 4)), ModelState("größe", 2, 0, (9,), spared="in use")))
     request = Request(need, rank=1, prefer=("llm",), asked_by="tts called")
     made = plan(snapshot, request)
     left = tuple(StepTaken(s.model, s.blocks, s.bytes, s.stage, s.reason, 1.5) for s in made.steps)
-    return Record(
-        "tts called", need, 5, made.freed_bytes, left, made.spared, "", snapshot, request, made, 17.25
-    )
+    return Record("tts called", need, 5, made.freed_bytes, left, made.spared, "", snapshot, request, made, 17.25)
 
 
 def filled(*records: Record) -> Journal:
@@ -149,9 +145,7 @@ def test_threads_append_while_others_read() -> None:
         except RuntimeError as error:  # what iterating the deque itself would raise
             failures.append(error)
 
-    workers = [Thread(target=write, args=(n,)) for n in range(threads)] + [
-        Thread(target=read) for _ in range(2)
-    ]
+    workers = [Thread(target=write, args=(n,)) for n in range(threads)] + [Thread(target=read) for _ in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:

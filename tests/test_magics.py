@@ -289,7 +289,7 @@ def test_wrong_arguments_are_a_usage_error_of_the_exact_class(notebook, line):
         ("a  b", ["a", "b"]),
         ("f(a, [1, 2]) b;", ["f(a, [1, 2])", "b"]),
         ("'my folder/x' b", ["'my folder/x'", "b"]),
-        ("f('a (b', \"c\\\" d\") e", ["f('a (b', \"c\\\" d\")", "e"]),
+        ('f(\'a (b\', "c\\" d") e', ['f(\'a (b\', "c\\" d")', "e"]),
         ("a#b # c", ["a#b"]),
         ("", []),
     ],

@@ -129,9 +129,7 @@ def test_who_stays_is_told_why() -> None:
 
 
 def test_a_plan_reads_as_text() -> None:
-    decision = decide(
-        0, 3 * GiB, model("llm", GiB, GiB, GiB, GiB), model("asr", GiB, spared="in use", rank=2)
-    )
+    decision = decide(0, 3 * GiB, model("llm", GiB, GiB, GiB, GiB), model("asr", GiB, spared="in use", rank=2))
     assert str(decision).splitlines() == [
         "would free 3.0 GiB:",
         "  1. llm: 3 blocks, 3.0 GiB (pass 1: tier 0, least recently used)",
@@ -142,9 +140,7 @@ def test_a_plan_reads_as_text() -> None:
 
 
 def test_an_unsatisfied_plan_says_what_is_missing_and_who_is_spared() -> None:
-    text = str(
-        decide(0, 3 * GiB, model("llm", GiB, workspace=True), model("asr", GiB, spared="pinned", rank=2))
-    )
+    text = str(decide(0, 3 * GiB, model("llm", GiB, workspace=True), model("asr", GiB, spared="pinned", rank=2)))
     assert text.splitlines() == [
         "not enough room: at most 2.0 GiB missing, so no block would leave",
         "  1. llm: no block (workspace: idle, can give memory back without leaving)",

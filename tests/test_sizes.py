@@ -79,9 +79,7 @@ def test_text_that_is_no_size_is_refused(text: str) -> None:
 def test_a_refusal_names_what_the_value_and_an_example_that_works() -> None:
     with pytest.raises(ValueError, match="budget") as caught:
         parse_size("-3GiB", what="budget")
-    assert (
-        str(caught.value) == 'budget: \'-3GiB\' is negative; try "12GiB", "800MB" or a whole number of bytes'
-    )
+    assert str(caught.value) == 'budget: \'-3GiB\' is negative; try "12GiB", "800MB" or a whole number of bytes'
 
 
 def test_the_largest_size_still_passes() -> None:

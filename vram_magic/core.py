@@ -58,7 +58,7 @@ class Core:
     def note(self, error: BaseException | None) -> None:
         """Keeps the last out-of-memory for whoever asks afterwards."""
         if isinstance(error, VRAMOutOfMemoryError):
-            self.last_error = error
+            self.last_error = error.bare()
 
     # ------------------------------------------------------------------------------------------------- one model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vram_magic.journal import Journal
 from vram_magic.models.managed import ManagedModel, TorchModel
-from vram_magic.sizes import format_blocks, format_size
+from vram_magic.sizes import format_size
 
 __all__ = ["why"]
 
@@ -48,7 +48,7 @@ def _marks(model: ManagedModel) -> str:
 def _weights(model: TorchModel) -> list[str]:
     figures = model.body.figures
     present, count = model.blocks
-    lines = [f"{present} of {format_blocks(count)} are on the device."]
+    lines = [f"Blocks on the device: {present} of {count}."]
     lines += [
         f"{kept.name} ({format_size(kept.nbytes)}) cannot leave: {kept.reason}." for kept in figures.kept[:_SHOWN]
     ]
@@ -59,7 +59,7 @@ def _weights(model: TorchModel) -> list[str]:
             f"{len(figures.copied)} weights differ from the file and are backed by a copy: {_some(figures.copied)}."
         )
     if model.body.staying:
-        lines.append(f"When last asked, some blocks could not leave: {model.body.staying}.")
+        lines.append(f"When last moved, not everything went along: {model.body.staying}.")
     return lines
 
 

@@ -28,11 +28,21 @@ class VRAMOutOfMemoryError(VRAMError, OutOfMemoryError):
         self.budget_bytes = budget_bytes
         self.holders = dict(holders)
 
+    def bare(self) -> VRAMOutOfMemoryError:
+        """The same without a traceback: one that is kept must not keep the failed call's tensors."""
+        return VRAMOutOfMemoryError(
+            str(self),
+            needed_bytes=self.needed_bytes,
+            free_bytes=self.free_bytes,
+            budget_bytes=self.budget_bytes,
+            holders=self.holders,
+        )
+
 
 def refusal(  # noqa: PLR0913  the parts of one message
     *,
     device: str,
-    asked_by: str,
+    what: str,
     needed_bytes: int,
     free_bytes: int,
     budget_bytes: int,
@@ -47,22 +57,22 @@ def refusal(  # noqa: PLR0913  the parts of one message
         if size
     )
     text = (
-        f"Not enough memory on {device}: {asked_by} needs {format_size(needed_bytes)}.\n"
+        f"Not enough memory on {device}: {what}.\n"
         f"The budget is {format_size(budget_bytes)}, {format_size(max(free_bytes, 0))} of it are free"
         f"{left and f'; {left} left and it was not enough'}.\n"
-        f"Held by: {held or 'nobody'}.\n{_remedy(needed_bytes, budget_bytes, holders, spared)}"
+        f"Held by: {held or 'nobody'}.\n{_remedy(needed_bytes, free_bytes, budget_bytes, holders, spared)}"
     )
     return VRAMOutOfMemoryError(
         text, needed_bytes=needed_bytes, free_bytes=free_bytes, budget_bytes=budget_bytes, holders=holders
     )
 
 
-def _remedy(needed: int, budget: int, holders: Mapping[str, int], spared: Mapping[str, str]) -> str:
+def _remedy(needed: int, free: int, budget: int, holders: Mapping[str, int], spared: Mapping[str, str]) -> str:
     if needed > budget:
         return f"It can never fit; give more room with: %vram budget {_round_up(needed)}"
-    pinned = [name for name, reason in spared.items() if reason == "pinned"]
-    if pinned:
-        return f"Let it leave with: %vram unpin {pinned[0]}"
+    pinned = {name: holders.get(name, 0) for name, reason in spared.items() if reason == "pinned"}
+    if sum(pinned.values()) >= needed - free > 0:
+        return f"Let it leave with: %vram unpin {max(pinned, key=pinned.__getitem__)}"
     if holders.get("other tensors", 0) * 2 >= needed:
         return "Delete tensors that you no longer need with: del NAME   (%vram shows who holds what)"
     return f"Wait for the models in use, or give more room with: %vram budget {_round_up(budget + needed)}"

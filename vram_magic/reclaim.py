@@ -46,6 +46,7 @@ class _Decision:
     request: Request
     required: ManagedModel | None
     credit_bytes: int
+    verb: str = "needs"
     had_bytes: int = 0
     freed_bytes: int = 0
     left: list[StepTaken] = field(default_factory=list)
@@ -55,6 +56,8 @@ class _Decision:
     first: tuple[Snapshot, Request, Plan] | None = None
     # By model, what could leave. It refers to weights, so it must not outlive the decision: they would look used.
     parts: dict[str, Candidates] = field(default_factory=dict)
+    offers_workspaces: bool = False
+    """Whether they were not asked yet."""
 
 
 class Reclaimer:
@@ -89,12 +92,14 @@ class Reclaimer:
         except Exception as error:  # noqa: BLE001  an engine's unload raised: its caller is told, and the books are right
             self._record(decision, f"{type(error).__name__}: {error}")
             return Room(None, decision.freed_bytes, error)
+        finally:
+            decision.parts.clear()  # an error refers to these frames, and may live as long as the user looks at it
 
     def preview(self, request: Request) -> Plan:
         """The plan for a request, moving nothing."""
         self.clear_up()
         self._device.refresh()
-        return self._plan(_Decision(request, None, 0))
+        return self._plan(_Decision(request, None, 0, offers_workspaces=True))
 
     def lower_budget(self, budget_bytes: int) -> int:
         """Makes models leave until the new budget holds, and sets it; returns the bytes freed.
@@ -105,24 +110,27 @@ class Reclaimer:
         meter = self._device.meter
         asked_by = f"a budget of {format_size(budget_bytes)}"
         request = Request(max(meter.committed_bytes - budget_bytes, 0) + self.available_bytes(), asked_by=asked_by)
-        decision = _Decision(request, None, 0, had_bytes=self.available_bytes())
-        if meter.committed_bytes > budget_bytes and not self._plan(decision).satisfied:
-            self._record(decision, "the budget stays: not enough may leave")
-            raise self._refusal(decision)
+        decision = _Decision(request, None, 0, verb="is too low by", had_bytes=self.available_bytes())
+        if not self._fits(decision):
+            self._ask_workspaces(decision)
         before = self._device.budget_setting
-        self._device.set_budget(budget_bytes)  # first, so that nobody takes the room that is being made
         try:
-            self._leave_until_it_holds(decision)
+            self._leave_until_it_holds(decision, budget_bytes)
         except BaseException as error:
             self._device.set_budget(before)
-            self._record(decision, f"the budget stays: {type(error).__name__}")
+            cause = "not enough may leave" if isinstance(error, VRAMOutOfMemoryError) else error
+            self._record(decision, f"the budget stays: {cause}")
             raise
+        finally:
+            decision.parts.clear()  # an error refers to this frame, and may live as long as the user looks at it
         if decision.left:
             self._record(decision, "the budget was lowered")
         return decision.freed_bytes
 
-    def _leave_until_it_holds(self, decision: _Decision) -> None:
-        """Makes models leave until no more is committed than the budget."""
+    def _leave_until_it_holds(self, decision: _Decision, budget_bytes: int) -> None:
+        if not self._plan(decision).satisfied:
+            raise self._refusal(decision)
+        self._device.set_budget(budget_bytes)  # first, so that nobody takes the room that is being made
         while (had := self.available_bytes()) < 0:
             decision.request = Request(0, asked_by=decision.request.asked_by)
             if not self._one_round(decision):
@@ -272,7 +280,7 @@ class Reclaimer:
             last_used=model.last_used,
             blocks=found.sizes,
             residency=model.residency,
-            workspace=False,
+            workspace=decision.offers_workspaces and model.workspace is not None,
             spared=self._spared(model, decision.required) or stuck,
             kept=found.kept,
         )
@@ -324,7 +332,7 @@ class Reclaimer:
             }
         return refusal(
             device=self._device.name,
-            asked_by=decision.request.asked_by or "this request",
+            what=f"{decision.request.asked_by or 'this request'} {decision.verb} {format_size(decision.request.need_bytes)}",
             needed_bytes=decision.request.need_bytes,
             free_bytes=self.available_bytes() + decision.credit_bytes,
             budget_bytes=self._device.budget_bytes,

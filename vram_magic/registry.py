@@ -145,8 +145,11 @@ class Registry:
         """Whether this thread holds the lock (a finaliser that allocates, under it)."""
         return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # noqa: SLF001
 
-    def begin(self, model: ManagedModel, *, suspended: bool = False) -> Lease:
-        """A lease on the model, with everything it needs on the device. Raises `VRAMOutOfMemoryError` and others."""
+    def begin(self, model: ManagedModel, *, suspended: bool = False, bring: bool = True) -> Lease:
+        """A lease on the model, with everything it needs on the device. Raises `VRAMOutOfMemoryError` and others.
+
+        ``suspended``: held by a generator. Without ``bring`` the weights stay where they are, and are not moved.
+        """
         lease = Lease(model, suspended=suspended)
         try:
             with self.lock:
@@ -154,7 +157,7 @@ class Registry:
                 if ready:
                     self._grant(lease)
             if not ready:
-                self._make_ready(lease)
+                self._make_ready(lease, bring=bring)
             if not suspended:
                 stack = getattr(self._thread, "stack", None)
                 if stack is None:
@@ -190,14 +193,14 @@ class Registry:
         self.touch(lease.model)
         return lease
 
-    def _make_ready(self, lease: Lease) -> None:
+    def _make_ready(self, lease: Lease, *, bring: bool) -> None:
         """Brings in what is missing; whoever moves the model meanwhile is waited for."""
         model = lease.model
         if os.getpid() != self._pid or model.forgotten:
             self._grant(lease)  # a forked child, or a model that is not ours any more: it computes where it is
             return
         with self.moving(model, "loading"):
-            if not model.complete:
+            if bring and not model.complete:
                 self._bring_or_wait(model)
             # Granted before the mark is cleared: nobody can take away what has just been brought.
             with self.lock:

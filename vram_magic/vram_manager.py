@@ -84,6 +84,7 @@ class VRAMManager:
         try:
             self._guard = load_guard()
             device = CpuDevice(budget, meter=self._guard)
+            self._guard.reset_peak()  # there is one guard in a process; an earlier manager's peak is not ours
         except GuardUnavailable as reason:
             device = CpuDevice(budget, without_guard=str(reason))
         self._core = Core(device)

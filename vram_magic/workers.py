@@ -19,6 +19,8 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, ParamSpec, TypeVar
 
+from vram_magic.errors import VRAMError
+
 __all__ = ["Cancelled", "Workers", "settled"]
 
 P = ParamSpec("P")
@@ -57,6 +59,7 @@ class Workers:
         self._local = threading.local()
         self._ours: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
         self._starting = threading.Lock()  # a leaf: held while the loop thread starts
 
     @property
@@ -89,6 +92,13 @@ class Workers:
         Waits for its real end, also when it takes its time to be cancelled, or completes all the same.
         """
         loop = self._event_loop()
+        if threading.get_ident() == self._loop_thread:
+            coroutine.close()
+            raise VRAMError(
+                "An engine's load or unload would wait for itself.\nNothing was moved.\n"
+                "A backend's coroutine called the manager, and the call needs the loop that the coroutine blocks.\n"
+                "Use the awaitable form in it: await mgr.amake_room(...), await handle.aload()"
+            )
         # Not `run_coroutine_threadsafe`: its future is done as soon as it is cancelled, while the coroutine still runs.
         future: concurrent.futures.Future[R] = concurrent.futures.Future()
         tasks: list[asyncio.Task[R]] = []
@@ -146,7 +156,8 @@ class Workers:
             return self._loop
 
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._ours.add(threading.get_ident())
+        self._loop_thread = threading.get_ident()
+        self._ours.add(self._loop_thread)
         asyncio.set_event_loop(loop)
         loop.run_forever()
         loop.close()

@@ -45,8 +45,8 @@ class Device(Protocol):
     def describe(self) -> str:
         """The device in a few words, for the report."""
 
-    def is_resident(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's memory is this device's own, so that freeing it gives room."""
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the memory is this device's allocator's own, so that freeing it gives room."""
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Counts a resident tensor's storage from now on, if it was not."""

@@ -63,9 +63,13 @@ class CpuDevice:
     def describe(self) -> str:
         return "CPU memory"
 
-    def is_resident(self, tensor: torch.Tensor) -> bool:
-        # The allocator's storages can grow; mappings, numpy's and shared memory cannot.
-        return tensor.device.type == "cpu" and tensor.untyped_storage().resizable()
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        if storage.device.type != "cpu":
+            return False
+        if isinstance(self.meter, LedgerMeter):
+            # A guess: mappings, numpy's and shared memory cannot grow; nor can what `numpy()` once looked at.
+            return storage.resizable()
+        return self.meter.owns(storage)
 
     def adopt(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -43,10 +43,11 @@ class LedgerDevice:
     def describe(self) -> str:
         return "declared sizes"
 
-    def is_resident(self, tensor: torch.Tensor) -> NoReturn:
+    def owns(self, storage: torch.UntypedStorage) -> NoReturn:
         raise NotImplementedError("a ledger holds no tensors")
 
-    adopt = is_resident
+    def adopt(self, tensor: torch.Tensor) -> NoReturn:
+        raise NotImplementedError("a ledger holds no tensors")
 
     def allocate(self, size_bytes: int, reservation: Reservation) -> NoReturn:
         raise NotImplementedError("a ledger holds no tensors")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 __all__ = ["LedgerMeter", "Meter", "Reservation"]
 
@@ -68,6 +68,9 @@ class Meter(Protocol):
     def adopt(self, storage_address: int, size_bytes: int) -> None:
         """Counts a storage that is live already, unless it was counted."""
 
+    def owns(self, storage: Any) -> bool:
+        """Whether the memory came from the allocator that is metered."""
+
 
 class LedgerMeter:
     """A meter that believes what it is told."""
@@ -111,6 +114,9 @@ class LedgerMeter:
         with self._lock:
             self._live -= size_bytes
             self._committed -= size_bytes
+
+    def owns(self, storage: Any) -> bool:  # noqa: ARG002  it sees no allocator
+        return False
 
     def adopt(self, storage_address: int, size_bytes: int) -> None:  # noqa: ARG002  told once a storage
         with self._lock:

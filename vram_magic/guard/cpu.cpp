@@ -229,6 +229,12 @@ void vm_spend(Reservation* r, int64_t n) {
 }
 void vm_give_back(int64_t n) { gave(n); }
 
+// Whether the memory is the CPU allocator's, counted or not: then freeing it gives room.
+int vm_owns(c10::StorageImpl* storage) {
+  auto free = storage->_mutable_data_ptr_no_checks().get_deleter();
+  return free == &release || free == &release_adopted || (base_free && free == base_free);
+}
+
 // Counts a storage that was allocated before the guard. Returns its bytes, 0 when it is counted already or empty,
 // -1 when its memory is not the CPU allocator's (a mapping, numpy's).
 int64_t vm_adopt(c10::StorageImpl* storage) {

@@ -14,6 +14,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+
 from vram_magic.guard.build import build
 
 __all__ = ["GRANTED", "INTERRUPTED", "CpuGuard", "PressureFn", "load_guard"]
@@ -40,6 +42,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "vm_credit": (_int64, []),
     "vm_spend": (None, [_pointer, _int64]),
     "vm_give_back": (None, [_int64]),
+    "vm_owns": (ctypes.c_int, [_pointer]),
     "vm_adopt": (_int64, [_pointer]),
 }
 
@@ -122,6 +125,10 @@ class CpuGuard:
 
     def give_back(self, size_bytes: int) -> None:
         self._library.vm_give_back(size_bytes)
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage's memory came from torch's allocator, so that freeing it gives room."""
+        return bool(self._library.vm_owns(storage._cdata))
 
     def adopt(self, storage_address: int, size_bytes: int) -> None:  # noqa: ARG002  the storage knows its size
         self._library.vm_adopt(storage_address)

@@ -16,7 +16,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["EntryPoint", "EntryPoints"]
 
 # Saving reads the weights wherever they are: it needs no room.
-_NO_NEED = {"save_pretrained", "push_to_hub"}
+_READS_IN_PLACE = {"save_pretrained", "push_to_hub"}
 
 
 class EntryPoint:
@@ -59,7 +59,7 @@ class EntryPoint:
         # A traced call computes through the same code; what runs the compiled code holds the lease.
         if torch.compiler.is_compiling() or registry.inside(model):
             return self._function(*args, **kwargs)
-        lease = registry.begin(model)
+        lease = registry.begin(model, bring=self._name not in _READS_IN_PLACE)
         try:
             result = self._function(*args, **kwargs)
         finally:
@@ -140,6 +140,29 @@ async def _held_async_generator(
         registry.end(lease)
 
 
+class _PlainCopies:
+    """Stands for the ``__reduce_ex__`` of a module with entry points: its copies and pickles are plain modules."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, protocol: Any) -> Any:
+        module: Any = self._module()
+        parts = type(module).__reduce_ex__(module, protocol)
+        if not isinstance(parts, tuple) or len(parts) < 3 or not isinstance(parts[2], dict):
+            return parts  # a class that reduces in its own way
+        return (*parts[:2], dict(_without_entries(parts[2])), *parts[3:])
+
+
+def _without_entries(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        if isinstance(value, EntryPoint):
+            if value.shadowed is not None:
+                yield name, value.shadowed
+        elif not isinstance(value, _PlainCopies):
+            yield name, value
+
+
 @dataclass(frozen=True, slots=True)
 class _Shadow:
     """An entry point in its place. Both are referred to weakly: what it shadows may refer to its module."""
@@ -149,9 +172,11 @@ class _Shadow:
     entry: weakref.ref[EntryPoint]
 
     def take_away(self) -> None:
-        module, entry = self.module(), self.entry()
+        module = self.module()
+        entry: Any = self.entry()
         if module is None or entry is None or module.__dict__.get(self.name) is not entry:
             return  # gone, or replaced by the user
+        module.__dict__.pop("__reduce_ex__", None)
         if entry.shadowed is None:
             del module.__dict__[self.name]
         else:
@@ -204,6 +229,7 @@ class EntryPoints:
             entry = self._entry(module, name, own, model)
             if entry is not None:
                 module.__dict__[name] = entry
+                module.__dict__.setdefault("__reduce_ex__", _PlainCopies(module))
                 done.append(_Shadow(weakref.ref(module), name, weakref.ref(entry)))
         return done
 
@@ -235,4 +261,4 @@ def _public_methods(kind: type) -> tuple[str, ...]:
             continue
         names |= {name for name, value in vars(base).items() if isinstance(value, types.FunctionType)}
     inherited = set(dir(torch.nn.Module)) - {"forward"}
-    return tuple(sorted(n for n in names - inherited - _NO_NEED if not n.startswith("_")))
+    return tuple(sorted(n for n in names - inherited if not n.startswith("_")))

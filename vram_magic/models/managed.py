@@ -156,10 +156,10 @@ class TorchModel(ManagedModel):
 
     @property
     def state(self) -> str:
-        figures = self.body.figures
-        if not figures.host_bytes and not figures.disk_bytes:
+        figures, (present, count) = self.body.figures, self.blocks
+        if present == count:
             return "device"
-        if figures.device_bytes:
+        if present:
             return "partial"
         # Most models have a few bytes that are in no file (rotary frequencies, position ids): the larger part decides.
         return "host" if figures.host_bytes > figures.disk_bytes else "disk"

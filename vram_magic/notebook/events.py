@@ -100,12 +100,10 @@ def departures(records: Iterable[Record]) -> str:
                 askers[record.asked_by] = None
     if not left:
         return ""
-    who = _some([f"{shortened(name)} ({format_size(size)})" for name, size in left.items()])
-    if len(left) == 1:
-        ((name, size),) = left.items()
-        who = f"{shortened(name)} left ({format_size(size)})"
-    else:
-        who += " left"
+    sizes = [(shortened(name), format_size(size)) for name, size in left.items()]
+    who = f"{_some([f'{name} ({size})' for name, size in sizes])} left"
+    if len(sizes) == 1:
+        who = "{} left ({})".format(*sizes[0])
     return f"vram_magic: {who} to make room for {_some([shortened(asker) for asker in askers])}"
 
 

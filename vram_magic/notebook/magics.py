@@ -66,6 +66,7 @@ class VramMagics(Magics):
     @line_magic
     def load_model(self, line: str) -> Handle | None:
         """Loads a model, manages it and binds it: ``%load_model NAME SOURCE``; ``--help`` tells the options."""
+        __tracebackhide__ = True  # IPython then shows the user's own frames, where the expression or builder failed
         arguments = Arguments(line, load_line.USAGE, functools.partial(read_word, self._shell))
         if arguments.flag("--help", "-h"):
             print(f"usage: {load_line.USAGE}\n{load_line.HELP}")  # noqa: T201  asked for
@@ -77,6 +78,7 @@ class VramMagics(Magics):
         return self._load(manager, asked, tier)
 
     def _load(self, manager: VRAMManager, asked: load_line.LoadLine, tier: str | int) -> Handle:
+        __tracebackhide__ = True
         into = None if asked.into is None else evaluated(self._shell, asked.into)
         source = read_source(self._shell, asked.source)
         with progress(manager, [asked.name]):

@@ -144,7 +144,7 @@ _BOX = (
     "color: var(--jp-ui-font-color1, inherit); font-family: var(--jp-ui-font-family, sans-serif); "
     "font-size: var(--jp-ui-font-size1, 13px); line-height: 1.5"
 )
-_TABLE = "border-collapse: collapse; margin: 4px 0; color: inherit; table-layout: auto"
+_TABLE = "border-collapse: collapse; font-size: inherit; margin: 4px 0; color: inherit; table-layout: auto"
 _CELL = "text-align: left; padding: 2px 12px 2px 0; vertical-align: top"
 _NAME = f"{_CELL}; max-width: 24em; overflow-wrap: anywhere; white-space: normal"
 _TRACK = "width: 12em; height: 5px; border-radius: 2px; background: var(--jp-border-color2, rgba(128, 128, 128, 0.35))"

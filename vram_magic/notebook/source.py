@@ -26,6 +26,7 @@ _EXPANDED = re.compile(r"\$(\w+)|\{(.+)\}", re.DOTALL)
 
 def read_source(shell: InteractiveShell, text: str) -> object:
     """What the text stands for: an object, or a path or hub id as text."""
+    __tracebackhide__ = True
     if (plain := unquoted(text)) != text:
         return plain
     if (asked := _EXPANDED.fullmatch(text)) is not None:
@@ -47,6 +48,7 @@ def _is_expression(shell: InteractiveShell, text: str) -> bool:
 
 def evaluated(shell: InteractiveShell, text: str) -> object:
     """The expression's value in the notebook."""
+    __tracebackhide__ = True
     return shell.ev(text)  # type: ignore[no-untyped-call]
 
 

@@ -32,7 +32,7 @@ from vram_magic.residency.digest import digest, digest_file, read_digested
 from vram_magic.residency.mapping import map_range, memory_at, was_written
 from vram_magic.residency.spans import Span, survey
 from vram_magic.residency.spill import SpillStore
-from vram_magic.residency.swap import busy, explained, replace
+from vram_magic.residency.swap import SHARED, busy, explained, replace
 
 __all__ = ["Block", "Body", "Figures", "Kept", "Key", "Record"]
 
@@ -123,7 +123,7 @@ class Body:
 
     def look(self) -> list[Block]:
         """The blocks as they are now; refreshes `figures`."""
-        spans = survey(self._roots(), self._device.name)
+        spans = survey(self._roots(), self._device)
         self._match(spans)
         blocks = self._grouped([span for span in spans if not span.fixed])
         self._measure(spans, blocks)
@@ -133,7 +133,7 @@ class Body:
         """`look`, with ``kept`` filled in for resident blocks that are in use."""
         blocks = self.look()
         for block in blocks:
-            spans = [span for span in block.spans if self._resident(span)]
+            spans = [span for span in block.spans if span.owned]
             reasons = map(busy, spans, explained(spans))
             block.kept = next(filter(None, reasons), "")
         self.staying = next((block.kept for block in blocks if block.kept), "")
@@ -141,7 +141,7 @@ class Body:
 
     def proven(self, block: Block) -> bool:
         """Whether every resident weight of the block is unmodified and safe in its own readable, unchanged file."""
-        return all(self._clean(span) for span in block.spans if self._resident(span))
+        return all(self._clean(span) for span in block.spans if span.owned)
 
     def _clean(self, span: Span) -> bool:
         record = self._records[span.key]
@@ -155,9 +155,6 @@ class Body:
     def _roots(self) -> list[tuple[str, torch.nn.Module]]:
         return [(prefix, module) for prefix, ref in self._modules if (module := ref()) is not None]
 
-    def _resident(self, span: Span) -> bool:
-        return self._device.is_resident(span.tensors[0])
-
     def _match(self, spans: list[Span]) -> None:
         """Keeps the records of spans that are still there, starts new ones, lets go of the rest."""
         known, self._records = self._records, {}
@@ -166,7 +163,7 @@ class Body:
             if record is None or record.nbytes != span.nbytes:
                 record = Record(span.nbytes, origin=self._origin_of(span))
             self._remember(span.key, record)
-            if span.nbytes and not record.counted and self._resident(span):
+            if span.nbytes and not record.counted and span.owned:
                 self._device.adopt(span.tensors[0])
                 record.counted = True
         self._uncount(record for key, record in known.items() if self._records.get(key) is not record)
@@ -205,7 +202,7 @@ class Body:
                 blocks.append(Block())
             blocks[-1].spans.append(span)
             blocks[-1].total_bytes += span.nbytes
-            blocks[-1].resident_bytes += span.nbytes if self._resident(span) else 0
+            blocks[-1].resident_bytes += span.nbytes if span.owned else 0
         return blocks
 
     def _measure(self, spans: list[Span], blocks: list[Block]) -> None:
@@ -224,7 +221,7 @@ class Body:
         self.complete = all(block.resident_bytes == block.total_bytes for block in blocks)
 
     def _home(self, span: Span) -> str:
-        if span.nbytes == 0 or self._resident(span):
+        if span.nbytes == 0 or span.owned:
             return "device"
         if self._records[span.key].spilled:
             return "host"
@@ -252,7 +249,7 @@ class Body:
         return freed, stayed
 
     def _evict_block(self, block: Block, *, only_proven: bool) -> tuple[int, str]:
-        spans = [span for span in block.spans if self._resident(span)]
+        spans = [span for span in block.spans if span.owned]
         before = [self._back(span) for span in spans]
         unsafe = [span for span, safe in zip(spans, before, strict=True) if not safe]
         if unsafe and only_proven:
@@ -312,7 +309,7 @@ class Body:
     def _let_go(self, span: Span, record: Record) -> int:
         assert record.mapping is not None  # noqa: S101
         self._records.pop(span.key)
-        span.moved_to(record.mapping)
+        span.moved_to(record.mapping, owned=False)
         self._remember(span.key, record)
         record.retired = None
         self._uncount([record])
@@ -333,7 +330,7 @@ class Body:
         fetched: list[tuple[Span, torch.Tensor, int | None]] = []
         arrived = 0
         try:
-            for span in [s for block in self.look() for s in block.spans if not self._resident(s)]:
+            for span in self._absent():
                 memory = self._device.allocate(span.nbytes, reservation)
                 fetched.append((span, memory, None))
                 fetched[-1] = (span, memory, self._fetch(span, memory))
@@ -347,6 +344,17 @@ class Body:
             fetched.clear()
         self.look()
         return arrived
+
+    def _absent(self) -> list[Span]:
+        """What a load brings. A mapping that others share as well (a ``state_dict()`` that is still held) stays for them."""
+        absent: list[Span] = []
+        shared: list[Span] = []
+        for span in (span for block in self.look() for span in block.spans if not span.owned):
+            holders = int(self._records[span.key].mapping is not None)
+            (shared if busy(span, holders=holders) == SHARED else absent).append(span)
+        if shared:
+            self.staying = f"{len(shared)} weights are computed from their file, since {SHARED}"
+        return absent
 
     def _fetch(self, span: Span, memory: torch.Tensor) -> int | None:
         """Fills device memory with the span's true bytes; returns their hash when they come from its backing."""
@@ -395,7 +403,7 @@ class Body:
             record.file, record.edited = None, record.origin is not None
         record.digest, record.counted = found, True
         self._records.pop(span.key)
-        span.moved_to(memory)
+        span.moved_to(memory, owned=True)
         self._remember(span.key, record)
         return span.nbytes
 
@@ -413,7 +421,7 @@ class Body:
         """
         if reservation is not None:
             for span in [span for block in self.look() for span in block.spans]:
-                if self._records[span.key].spilled and not self._resident(span):
+                if self._records[span.key].spilled and not span.owned:
                     memory = self._device.allocate(span.nbytes, reservation)
                     memory_at(memory.data_ptr(), span.nbytes)[:] = span.bytes
                     self._arrive(span, memory, None)

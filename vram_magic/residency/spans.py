@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vram_magic.devices.base import Device
 from vram_magic.residency.mapping import FilePages, file_pages, memory_at
 
 __all__ = ["Span", "survey"]
@@ -30,7 +31,8 @@ class Span:
     ``memory`` is the storage, held so that it cannot go while it is looked at; the span is one range of it.
     ``tensors`` are all the tensors the model has there; ``slots[i]`` counts the places in the model that refer to
     ``tensors[i]``; ``names`` are those of parameters and buffers, as in ``state_dict()``. ``fixed`` says why the memory
-    can never be moved, and is empty when it can. ``alone``: no other span lies over the same storage.
+    can never be moved, and is empty when it can. ``alone``: no other
+    span lies over the same storage. ``owned``: the device's allocator owns the memory, so freeing it gives room.
     """
 
     memory: torch.UntypedStorage
@@ -41,17 +43,13 @@ class Span:
     names: list[str] = field(default_factory=list)
     fixed: str = ""
     alone: bool = True
+    owned: bool = True
     pages: FilePages | None = None
 
     @property
     def key(self) -> tuple[int, int]:
         """Tells spans apart while their memory lives: the storage's address and the first byte."""
         return self.memory._cdata, self.start
-
-    @property
-    def owned(self) -> bool:
-        """Whether an allocator of torch's owns the memory; a mapping, numpy's and shared memory cannot grow."""
-        return self.memory.resizable()
 
     @property
     def nbytes(self) -> int:
@@ -87,12 +85,12 @@ class Span:
         """The span's tensors anew over its own memory: undoes a replacement (only of a whole storage)."""
         return [_over(self.memory, tensor, 0) for tensor in self.tensors]
 
-    def moved_to(self, memory: torch.Tensor) -> None:
+    def moved_to(self, memory: torch.Tensor, *, owned: bool) -> None:
         """Told after the tensors lie over ``memory``: lets go of the old."""
-        self.memory, self.start, self.end = memory.untyped_storage(), 0, self.nbytes
+        self.memory, self.start, self.end, self.owned = memory.untyped_storage(), 0, self.nbytes, owned
 
 
-def survey(modules: Iterable[tuple[str, torch.nn.Module]], device_type: str) -> list[Span]:
+def survey(modules: Iterable[tuple[str, torch.nn.Module]], device: Device) -> list[Span]:
     """The spans of all modules below ``modules`` (name prefix, root), in module order.
 
     Tensors without bytes are left out, lazy parameters that have none yet too.
@@ -101,7 +99,7 @@ def survey(modules: Iterable[tuple[str, torch.nn.Module]], device_type: str) -> 
     plain: list[torch.Tensor] = []
     for module_name, module in _walk(modules):
         for name, tensor in _named(module):
-            _place(spans, tensor, f"{module_name}{name}", device_type)
+            _place(spans, tensor, f"{module_name}{name}", device)
         plain += _attributes(module)
     for tensor in plain:
         _place_alias(spans, tensor)
@@ -151,15 +149,15 @@ def _attributes(module: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def _place(spans: dict[int, list[Span]], tensor: torch.Tensor, name: str, device_type: str) -> None:
-    fixed = _fixed(tensor, device_type)
+def _place(spans: dict[int, list[Span]], tensor: torch.Tensor, name: str, device: Device) -> None:
+    fixed = _fixed(tensor, device.name)
     if fixed and tensor.layout != torch.strided:
         spans.setdefault(-id(tensor), []).append(Span(_NO_MEMORY, 0, 0, [tensor], [1], [name], fixed))
         return
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return
-    span = _span_for(spans, tensor, storage)
+    span = _span_for(spans, tensor, storage, device)
     span.fixed = span.fixed or fixed
     span.names.append(name)
     _add(span, tensor)
@@ -174,15 +172,17 @@ def _place_alias(spans: dict[int, list[Span]], tensor: torch.Tensor) -> None:
             _add(span, tensor)
 
 
-def _span_for(spans: dict[int, list[Span]], tensor: torch.Tensor, storage: torch.UntypedStorage) -> Span:
+def _span_for(
+    spans: dict[int, list[Span]], tensor: torch.Tensor, storage: torch.UntypedStorage, device: Device
+) -> Span:
     group = spans.setdefault(storage._cdata, [])
-    if storage.resizable():
+    if device.owns(storage):
         if not group:
             group.append(Span(storage, 0, storage.nbytes()))
         return group[0]
     start, end = _first_byte(tensor), _last_byte(tensor)
     touching = [span for span in group if start < span.end and span.start < end]
-    span = touching[0] if touching else Span(storage, start, end)
+    span = touching[0] if touching else Span(storage, start, end, owned=False)
     if not touching:
         group.append(span)
     elif (start, end) != (span.start, span.end):

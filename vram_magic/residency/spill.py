@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 
 def default_spill_root() -> Path:
-    """``VRAM_MAGIC_SPILL_DIR``, else ``/var/tmp``, which is a disk where ``/tmp`` often is RAM, else the temporary folder."""
+    """``VRAM_MAGIC_SPILL_DIR``, else ``/var/tmp`` (a disk, where ``/tmp`` often is RAM), else the temporary folder."""
     named = os.environ.get("VRAM_MAGIC_SPILL_DIR")
     if named:
         return Path(named)
@@ -42,6 +42,7 @@ class SpillStore:
     def __init__(self, root: Path | None = None) -> None:
         self._base = (root or default_spill_root()) / f"vram_magic-{os.getuid()}"
         self._folder: Path | None = None
+        self._removal: weakref.finalize[..., object] | None = None
         self._pid = os.getpid()
 
     def open(self) -> None:
@@ -60,6 +61,7 @@ class SpillStore:
             folder = self._base / f"{self._pid}-{_started(self._pid)}-{next(_numbers)}"
             folder.mkdir(mode=0o700)
             self._folder = folder
+            self._removal = weakref.finalize(self, _remove_folder, folder, self._pid)  # at the kernel's end, too
         return self._folder
 
     def write(self, parts: list[memoryview]) -> tuple[WeightFile, list[int]]:
@@ -83,11 +85,9 @@ class SpillStore:
 
     def close(self) -> None:
         """Removes the folder. Mappings of its files stay valid until they go."""
-        if self._folder is not None and self._pid == os.getpid():  # a forked child must not take them away
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
-            with contextlib.suppress(OSError):
-                self._base.rmdir()
+        if self._removal is not None:
+            self._removal()
+            self._folder = self._removal = None
 
     def used_bytes(self) -> int:
         """Bytes of disk that the files take."""
@@ -110,6 +110,13 @@ class SpillStore:
                 f"{format_size(reserve)} stay reserved",
                 str(self.folder),
             )
+
+
+def _remove_folder(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child must not take them away
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()
 
 
 def _remove(path: Path, pid: int) -> None:
@@ -139,6 +146,6 @@ def _alive(name: str) -> bool:
     except ValueError:
         return True  # not ours: leave it
     try:
-        return abs(_started(pid) - started) <= 100  # noqa: PLR2004  boot time is re-read, and drifts a little
+        return abs(_started(pid) - started) <= 100  # boot time is re-read, and drifts a little
     except psutil.Error:
         return False

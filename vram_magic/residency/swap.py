@@ -28,13 +28,15 @@ import torch
 
 from vram_magic.residency.spans import Span
 
-__all__ = ["busy", "explained", "replace"]
+__all__ = ["SHARED", "busy", "explained", "replace"]
 
 _refcounts = sys.getrefcount
 _use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
 _storage_use_count = torch._C._storage_Use_Count
 _version = operator.attrgetter("_version")
 _OVERHEAD = next(map(_refcounts, [object()]))  # the list that holds it and the call itself
+
+SHARED = "another tensor shares its memory"
 
 # What holds a reference without running: a tuple or a frame may be the arguments of a call in progress.
 _RESTING = (dict, list, set, types.CellType)
@@ -48,7 +50,7 @@ def busy(span: Span, references: list[int] | None = None, *, holders: int = 0) -
     """
     tensors = span.tensors
     if span.alone and _storage_use_count(span.memory._cdata) != _owners(span, holders):
-        return "another tensor shares its memory"
+        return SHARED
     if any(count != 1 for count in map(_use_count, tensors)):
         return "an operation or an autograd graph uses it"
     if references is not None and list(map(_refcounts, tensors)) != references:
