@@ -1,8 +1,8 @@
 """What management costs while memory suffices: op-bound generation of a tiny Llama, with and without.
 
-Three arms, interleaved in one process, so that the machine's moods hit all alike: the plain model without the guard; the
-plain model with the guard in; the managed model with the guard in. Prints the medians as ratios to the first. The goal
-is at most 1.03 for the last.
+Three arms, interleaved in one process, so that the machine's moods hit all alike: the plain model without the guard;
+the plain model with the guard in; the managed model with the guard in. Prints ratios to the first. The goal is at most
+1.03 for the last.
 """
 
 from __future__ import annotations

@@ -698,7 +698,7 @@ def test_a_backend_may_await_the_manager_but_not_block_its_own_loop_with_it(mgr)
         await load(mgr, "llm", 8, backend, "old")
         await load(mgr, "llm", 1, backend, "patient")
         assert loaded(mgr) == {"patient"}
-        with pytest.raises(vm.VRAMError, match="await mgr.amake_room"):
+        with pytest.raises(vm.VRAMError, match=r"await mgr\.amake_room"):
             await load(mgr, "llm", 1, backend, "hasty")
 
     asyncio.run(scene())

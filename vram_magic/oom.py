@@ -39,7 +39,7 @@ class VRAMOutOfMemoryError(VRAMError, OutOfMemoryError):
         )
 
 
-def refusal(  # noqa: PLR0913  the parts of one message
+def refusal(
     *,
     device: str,
     what: str,

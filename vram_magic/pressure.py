@@ -1,4 +1,4 @@
-"""The answer to the guard: may an allocation, in the middle of an operation of any thread, have more bytes?
+"""The answer to the guard, when an allocation in the middle of an operation of any thread lacks room.
 
 It must not raise, since an exception would cross C++ frames, and it must not wait for anything that waits for its
 thread. An interrupt is remembered and raised by the guard when the operation has ended.

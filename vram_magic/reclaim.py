@@ -330,9 +330,10 @@ class Reclaimer:
                 name: self._spared(model, decision.required) or decision.stuck.get(name) or _kept(decision, name)
                 for name, model in self._registry.models.items()
             }
+        request = decision.request
         return refusal(
             device=self._device.name,
-            what=f"{decision.request.asked_by or 'this request'} {decision.verb} {format_size(decision.request.need_bytes)}",
+            what=f"{request.asked_by or 'this request'} {decision.verb} {format_size(request.need_bytes)}",
             needed_bytes=decision.request.need_bytes,
             free_bytes=self.available_bytes() + decision.credit_bytes,
             budget_bytes=self._device.budget_bytes,

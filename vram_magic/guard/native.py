@@ -13,10 +13,12 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from vram_magic.guard.build import build
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["GRANTED", "INTERRUPTED", "CpuGuard", "PressureFn", "load_guard"]
 

@@ -148,7 +148,8 @@ class _PlainCopies:
 
     def __call__(self, protocol: Any) -> Any:
         module: Any = self._module()
-        parts = type(module).__reduce_ex__(module, protocol)
+        kind: Any = type(module)
+        parts = kind.__reduce_ex__(module, protocol)
         if not isinstance(parts, tuple) or len(parts) < 3 or not isinstance(parts[2], dict):
             return parts  # a class that reduces in its own way
         return (*parts[:2], dict(_without_entries(parts[2])), *parts[3:])
@@ -173,14 +174,14 @@ class _Shadow:
 
     def take_away(self) -> None:
         module = self.module()
-        entry: Any = self.entry()
-        if module is None or entry is None or module.__dict__.get(self.name) is not entry:
+        now = None if module is None else module.__dict__.get(self.name)
+        if module is None or not isinstance(now, EntryPoint) or now is not self.entry():
             return  # gone, or replaced by the user
         module.__dict__.pop("__reduce_ex__", None)
-        if entry.shadowed is None:
+        if now.shadowed is None:
             del module.__dict__[self.name]
         else:
-            module.__dict__[self.name] = entry.shadowed
+            module.__dict__[self.name] = now.shadowed
 
 
 class EntryPoints:

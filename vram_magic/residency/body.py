@@ -119,7 +119,7 @@ class Body:
         self.complete = False
         """Every weight that can be on the device is there: nothing to load."""
 
-    # ------------------------------------------------------------------------------------------------ looking
+    # ---------------------------------------------------------------------------------------------------- looking
 
     def look(self) -> list[Block]:
         """The blocks as they are now; refreshes `figures`."""
@@ -227,7 +227,7 @@ class Body:
             return "host"
         return "disk" if span.pages else "device"
 
-    # ------------------------------------------------------------------------------------------------ leaving
+    # ---------------------------------------------------------------------------------------------------- leaving
 
     def evict(self, blocks: list[Block], *, only_proven: bool = False) -> tuple[int, list[str]]:
         """Moves the blocks out; returns the bytes that left and why others stayed.
@@ -315,7 +315,7 @@ class Body:
         self._uncount([record])
         return record.nbytes
 
-    # ---------------------------------------------------------------------------------------------- returning
+    # ---------------------------------------------------------------------------------------------------- coming back
 
     def missing_bytes(self) -> int:
         """Bytes that a load would bring to the device."""
@@ -346,7 +346,7 @@ class Body:
         return arrived
 
     def _absent(self) -> list[Span]:
-        """What a load brings. A mapping that others share as well (a ``state_dict()`` that is still held) stays for them."""
+        """What a load brings; a mapping that others share too (a ``state_dict()`` that is held) stays for them."""
         absent: list[Span] = []
         shared: list[Span] = []
         for span in (span for block in self.look() for span in block.spans if not span.owned):
