@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from vram_magic.devices.base import Device
 from vram_magic.devices.meter import Reservation
 from vram_magic.journal import Journal, Record, StepTaken
-from vram_magic.models.managed import Candidates, ManagedModel
+from vram_magic.models.managed import Candidates, ManagedModel, TorchModel
 from vram_magic.oom import VRAMOutOfMemoryError, refusal
 from vram_magic.policy import ModelState, Plan, Request, Snapshot, Step, plan
 from vram_magic.registry import Registry
+from vram_magic.sharing import Owners
 from vram_magic.sizes import format_size
 
 __all__ = ["Reclaimer", "Room"]
@@ -140,10 +141,14 @@ class Reclaimer:
     def evict(self, model: ManagedModel, asked_by: str) -> int:
         """Moves out what can leave of a model that the caller has marked; returns the bytes."""
         decision = _Decision(Request(0, asked_by=asked_by), None, 0, had_bytes=self.available_bytes())
-        found = model.candidates()
+        with self._registry.lock:
+            others = [other for other in self._registry.models.values() if other is not model]
+        found = Owners(others, self._spared).allowed(model, model.candidates(), asked=True)
         freed, stayed = self._timed(
             decision, model, found.parts, Step(model.name, len(found.parts), 0, "asked", asked_by)
         )
+        if found.kept and isinstance(model, TorchModel):
+            model.body.staying = model.body.staying or found.kept
         if freed:
             self._record(decision, stayed or "asked by the user")
         return freed
@@ -259,7 +264,9 @@ class Reclaimer:
     def _plan_once(self, decision: _Decision, *, proven: bool) -> Plan:
         with self._registry.lock:
             models = sorted(self._registry.models.values(), key=lambda model: model.name)
-        decision.parts = {model.name: self._candidates(model, decision, proven=proven) for model in models}
+        found = {model: self._candidates(model, decision, proven=proven) for model in models}
+        owners = Owners(models, lambda model: self._objection(model, decision.required))
+        decision.parts = {model.name: owners.allowed(model, parts) for model, parts in found.items()}
         with self._registry.lock:
             states = tuple(self._state(model, decision) for model in models if model.device_bytes)
         free = self.available_bytes() + decision.credit_bytes
@@ -285,7 +292,11 @@ class Reclaimer:
             kept=found.kept,
         )
 
-    def _spared(self, model: ManagedModel, required: ManagedModel | None) -> str:
+    def _objection(self, model: ManagedModel, required: ManagedModel | None) -> str:
+        """Why what it shares with another may not be taken from that one either."""
+        return self._spared(model, required) or ("asking to stay" if model.residency == "device" else "")
+
+    def _spared(self, model: ManagedModel, required: ManagedModel | None = None) -> str:
         """Why nothing of the model may be taken (rule 4)."""
         if model is required:
             return "needed by this request"

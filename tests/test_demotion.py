@@ -1,0 +1,119 @@
+"""The last resort: a model that asked to stay is demoted to its file, only when nothing else suffices and it is clean.
+
+Without this a resident model either starves its neighbour, or leaves and loses an edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import vram_magic as vm
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def mgr(tmp_path) -> Iterator[vm.VRAMManager]:
+    manager = vm.VRAMManager(device="cpu", budget="1GiB", block_bytes="1MiB", spill_dir=tmp_path / "spill")
+    yield manager
+    manager.close()
+
+
+def layers(count: int) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(count)])  # 1 MiB each
+
+
+@pytest.fixture
+def resident(mgr, tmp_path) -> nn.Module:
+    """Four blocks, safe in a file, that ask to stay."""
+    model = layers(4)
+    save_file(model.state_dict(), tmp_path / "resident.safetensors")
+    mgr.register("resident", model, residency="device", source=tmp_path / "resident.safetensors")
+    return model
+
+
+def stages(mgr: vm.VRAMManager) -> list[tuple[str, str]]:
+    return [(step.model, step.stage) for step in mgr.journal[-1].left]
+
+
+def test_others_leave_first_whatever_their_rank(mgr, resident):
+    mgr.register("other", other := layers(2), tier="asr")
+    mgr.make_room(mgr.free_bytes + 2 * MIB, tier="llm")
+    assert stages(mgr) == [("other", "pass 2")]
+    assert mgr["resident"].residency == "device"
+    assert mgr["resident"].state == "device"
+    assert other is not None
+
+
+def test_it_is_demoted_only_as_far_as_needed_and_reloads_from_its_file(mgr, resident, tmp_path):
+    before = [p.detach().clone() for p in resident.parameters()]
+    mgr.register("other", other := layers(1))
+    freed = mgr.make_room(mgr.free_bytes + 3 * MIB)
+    assert freed == 3 * MIB
+    assert stages(mgr) == [("other", "pass 1"), ("resident", "demotion")]
+    assert mgr["resident"].residency == "disk"
+    assert mgr["resident"].blocks == (2, 4)
+    mgr["resident"].load()
+    assert all(torch.equal(a, b) for a, b in zip(resident.parameters(), before, strict=True))
+    assert other is not None
+
+
+@pytest.mark.parametrize("edit", ["weight", "data"])
+def test_an_edited_block_is_not_demoted(mgr, resident, edit):
+    with torch.no_grad():
+        (resident[3].weight if edit == "weight" else resident[3].weight.data).neg_()
+    assert mgr.make_room(mgr.free_bytes + 3 * MIB) == 3 * MIB
+    assert mgr["resident"].blocks == (1, 4)
+    with pytest.raises(vm.VRAMOutOfMemoryError):
+        mgr.make_room(mgr.free_bytes + MIB)
+
+
+def test_an_edit_undone_bit_for_bit_is_clean_again(mgr, resident):
+    resident[3].weight.data.neg_()
+    resident[3].weight.data.neg_()
+    assert mgr.make_room(mgr.free_bytes + 4 * MIB) == 4 * MIB
+
+
+def test_a_model_without_a_file_is_not_demoted_and_the_request_fails_whole(mgr):
+    model = layers(2)
+    mgr.register("homeless", model, residency="device")
+    mgr.register("other", other := layers(1))
+    with pytest.raises(vm.VRAMOutOfMemoryError):
+        mgr.make_room(mgr.free_bytes + 2 * MIB)
+    assert mgr["other"].state == mgr["homeless"].state == "device"
+    assert mgr["homeless"].residency == "device"
+    assert other is not None
+
+
+def test_a_file_that_changed_since_is_no_safety(mgr, resident, tmp_path):
+    with (tmp_path / "resident.safetensors").open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"\0\0\0\0")
+    with pytest.raises(vm.VRAMOutOfMemoryError):
+        mgr.make_room(mgr.free_bytes + MIB)
+    assert mgr["resident"].residency == "device"
+
+
+def test_pinned_and_leased_models_are_not_demoted(mgr, resident):
+    mgr["resident"].pin()
+    with pytest.raises(vm.VRAMOutOfMemoryError):
+        mgr.make_room(mgr.free_bytes + MIB)
+    mgr["resident"].unpin()
+    with mgr["resident"].lease(), pytest.raises(vm.VRAMOutOfMemoryError):
+        mgr.make_room(mgr.free_bytes + MIB)
+    assert mgr["resident"].residency == "device"
+
+
+def test_when_it_fits_nothing_is_demoted(mgr, resident):
+    assert mgr.make_room(mgr.free_bytes) == 0
+    assert mgr["resident"].residency == "device"
+
+
+def test_the_user_may_evict_it(mgr, resident):
+    assert mgr["resident"].evict() == 4 * MIB
+    assert mgr["resident"].residency == "device"
