@@ -5,6 +5,7 @@ Without this a resident model either starves its neighbour, or leaves and loses 
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -21,6 +22,7 @@ MIB = 1 << 20
 @pytest.fixture
 def mgr(tmp_path) -> Iterator[vm.VRAMManager]:
     manager = vm.VRAMManager(device="cpu", budget="1GiB", block_bytes="1MiB", spill_dir=tmp_path / "spill")
+    gc.collect()  # what an earlier test's traceback held would be freed in the middle of this one
     yield manager
     manager.close()
 

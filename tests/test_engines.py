@@ -690,7 +690,7 @@ def test_a_backend_may_await_the_manager_but_not_block_its_own_loop_with_it(mgr)
             if model_id == "patient":
                 await mgr.amake_room("10GiB")
             if model_id == "hasty":
-                mgr.make_room("16GiB")
+                mgr.make_room("15GiB")
 
     backend = Asking()
 

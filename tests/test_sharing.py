@@ -5,6 +5,7 @@ Without this an eviction of one pipeline takes the text encoder from under anoth
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,7 @@ MIB = 1 << 20
 @pytest.fixture
 def mgr(tmp_path) -> Iterator[vm.VRAMManager]:
     manager = vm.VRAMManager(device="cpu", budget="1GiB", block_bytes="1MiB", spill_dir=tmp_path)
+    gc.collect()  # what an earlier test's traceback held would be freed in the middle of this one
     yield manager
     manager.close()
 
