@@ -251,7 +251,6 @@ def test_a_file_that_can_never_fit_leaves_every_model_where_it_was(door, tmp_pat
     assert refused.value.needed_bytes == 17 * UNIT
 
 
-@pytest.mark.xfail(strict=True, reason="numpy() makes a storage look as if torch did not own it")
 def test_a_weight_that_numpy_has_seen_leaves_like_any_other(door):
     door.load("llm", 4, "llm")
     for parameter in door.variables["llm"].parameters():

@@ -17,6 +17,7 @@ from vram_magic.models.managed import Candidates, ManagedModel, TorchModel
 from vram_magic.oom import VRAMOutOfMemoryError, refusal
 from vram_magic.policy import ModelState, Plan, Request, Snapshot, Step, plan
 from vram_magic.registry import Registry
+from vram_magic.residency.swap import frames_rest
 from vram_magic.sharing import Owners
 from vram_magic.sizes import format_size
 
@@ -59,6 +60,8 @@ class _Decision:
     parts: dict[str, Candidates] = field(default_factory=dict)
     offers_workspaces: bool = False
     """Whether they were not asked yet."""
+    frames_rest: bool = False
+    """Whether no thread is in the middle of an operation."""
 
 
 class Reclaimer:
@@ -81,11 +84,13 @@ class Reclaimer:
     ) -> Room:
         """Room for ``request.need_bytes``, reserved. ``credit_bytes``: what the caller's own reservation still holds.
 
-        ``user_code``: workspaces may be asked; not in the middle of an allocation, whose thread may hold any lock.
+        ``user_code``: workspaces may be asked, and frames may rest; not in the middle of an allocation, whose thread
+        may hold any lock, and is in an operation.
         """
         self.clear_up()
         self._device.refresh()
         decision = _Decision(request, required, credit_bytes, had_bytes=self.available_bytes() + credit_bytes)
+        decision.frames_rest = user_code and frames_rest()
         if user_code and decision.had_bytes < request.need_bytes <= self._device.budget_bytes:
             self._ask_workspaces(decision)
         try:
@@ -100,7 +105,7 @@ class Reclaimer:
         """The plan for a request, moving nothing."""
         self.clear_up()
         self._device.refresh()
-        return self._plan(_Decision(request, None, 0, offers_workspaces=True))
+        return self._plan(_Decision(request, None, 0, offers_workspaces=True, frames_rest=frames_rest()))
 
     def lower_budget(self, budget_bytes: int) -> int:
         """Makes models leave until the new budget holds, and sets it; returns the bytes freed.
@@ -112,6 +117,7 @@ class Reclaimer:
         asked_by = f"a budget of {format_size(budget_bytes)}"
         request = Request(max(meter.committed_bytes - budget_bytes, 0) + self.available_bytes(), asked_by=asked_by)
         decision = _Decision(request, None, 0, verb="is too low by", had_bytes=self.available_bytes())
+        decision.frames_rest = frames_rest()
         if not self._fits(decision):
             self._ask_workspaces(decision)
         before = self._device.budget_setting
@@ -141,9 +147,12 @@ class Reclaimer:
     def evict(self, model: ManagedModel, asked_by: str) -> int:
         """Moves out what can leave of a model that the caller has marked; returns the bytes."""
         decision = _Decision(Request(0, asked_by=asked_by), None, 0, had_bytes=self.available_bytes())
+        decision.frames_rest = frames_rest()
         with self._registry.lock:
             others = [other for other in self._registry.models.values() if other is not model]
-        found = Owners(others, self._spared).allowed(model, model.candidates(), asked=True)
+        found = Owners(others, self._spared).allowed(
+            model, model.candidates(frames_rest=decision.frames_rest), asked=True
+        )
         freed, stayed = self._timed(
             decision, model, found.parts, Step(model.name, len(found.parts), 0, "asked", asked_by)
         )
@@ -227,7 +236,7 @@ class Reclaimer:
     def _timed(self, decision: _Decision, model: ManagedModel, parts: list[object], step: Step) -> tuple[int, str]:
         meter, start = self._device.meter, time.perf_counter()
         before = meter.live_bytes
-        freed, stayed = model.evict(parts, only_proven=step.stage == "demotion")
+        freed, stayed = model.evict(parts, only_proven=step.stage == "demotion", frames_rest=decision.frames_rest)
         if freed:
             # Measured, where others did not allocate meanwhile; never more than what left.
             measured = min(max(before - meter.live_bytes, 0), freed) or freed
@@ -276,7 +285,7 @@ class Reclaimer:
     def _candidates(self, model: ManagedModel, decision: _Decision, *, proven: bool) -> Candidates:
         if self._spared(model, decision.required) or (model.residency == "device" and not proven):
             return Candidates([], ())
-        return model.candidates(proven=model.residency == "device")
+        return model.candidates(proven=model.residency == "device", frames_rest=decision.frames_rest)
 
     def _state(self, model: ManagedModel, decision: _Decision) -> ModelState:
         found = decision.parts[model.name]

@@ -92,7 +92,7 @@ class Report:
         body = "".join(_html_row(row) for row in self.rows)
         table = f"<table style='{_TABLE}'><tr>{head}</tr>{body}</table>" if self.rows else ""
         lines = "".join(f"<div>{escape(line)}</div>" for line in self._footer.splitlines())
-        fill = _bar(self.used_bytes, self.budget_bytes, "of the budget used")
+        fill = _bar(self.used_bytes, self.budget_bytes, "of the budget used", "100%")
         return f"<div style='{_BOX}'><div>{escape(self._headline)}</div>{fill}{table}{lines}</div>"
 
 
@@ -141,24 +141,27 @@ def _aligned(table: list[tuple[str, ...]]) -> list[str]:
 # Styles stand inline: front ends strip <style> from notebooks that they do not trust. JupyterLab's variables follow its
 # theme; elsewhere the page's own colours are inherited.
 _BOX = (
-    "color: var(--jp-ui-font-color1, inherit); font-family: var(--jp-ui-font-family, sans-serif); "
-    "font-size: var(--jp-ui-font-size1, 13px); line-height: 1.5"
+    "display: inline-block; max-width: 100%; color: var(--jp-ui-font-color1, inherit); "
+    "font-family: var(--jp-ui-font-family, sans-serif); font-size: var(--jp-ui-font-size1, 13px); line-height: 1.4; "
+    "font-variant-numeric: tabular-nums"
 )
-_TABLE = "border-collapse: collapse; font-size: inherit; margin: 4px 0; color: inherit; table-layout: auto"
-_CELL = "text-align: left; padding: 2px 12px 2px 0; vertical-align: top"
-_NAME = f"{_CELL}; max-width: 24em; overflow-wrap: anywhere; white-space: normal"
-_TRACK = "width: 12em; height: 5px; border-radius: 2px; background: var(--jp-border-color2, rgba(128, 128, 128, 0.35))"
+_TABLE = "border-collapse: collapse; font-size: inherit; margin: 6px 0; color: inherit; table-layout: auto; width: 100%"
+_CELL = "text-align: left; padding: 3px 14px 3px 0; vertical-align: top; line-height: 1.4; white-space: nowrap"
+_NAME = f"{_CELL}; min-width: 8em; max-width: 24em; overflow-wrap: anywhere; white-space: normal"
+_MARKS = f"{_CELL}; min-width: 6em; white-space: normal"
+_WIDTH = "12em"  # of a model's bar
+_TRACK = "margin: 2px 0; height: 5px; border-radius: 2px; background: var(--jp-border-color2, rgba(128, 128, 128, 0.4))"
 _FILL = "height: 100%; border-radius: 2px; background: var(--jp-brand-color1, #1976d2)"
 
 
 def _html_row(row: Row) -> str:
     tier, state, size, blocks, marks = map(escape, row.cells)
-    sized = f"{size}{_bar(row.device_bytes, row.total_bytes, 'on the device')}"
-    cells = "".join(f"<td style='{_CELL}'>{cell}</td>" for cell in (tier, state, sized, blocks, marks))
-    return f"<tr><td style='{_NAME}'>{escape(row.name)}</td>{cells}</tr>"
+    sized = f"{size}{_bar(row.device_bytes, row.total_bytes, 'on the device', _WIDTH)}"
+    cells = "".join(f"<td style='{_CELL}'>{cell}</td>" for cell in (tier, state, sized, blocks))
+    return f"<tr><td style='{_NAME}'>{escape(row.name)}</td>{cells}<td style='{_MARKS}'>{marks}</td></tr>"
 
 
-def _bar(part: int, whole: int, what: str) -> str:
+def _bar(part: int, whole: int, what: str, width: str) -> str:
     share = f"{min(part / whole, 1):.0%}" if whole else "0%"
     fill = f"<div style='{_FILL}; width: {share}'></div>"
-    return f"<div style='{_TRACK}' role='img' aria-label='{share} {what}'>{fill}</div>"
+    return f"<div style='{_TRACK}; width: {width}' role='img' aria-label='{share} {what}'>{fill}</div>"

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import torch
 
@@ -55,6 +56,13 @@ class Record:
     retired: torch.Tensor | None = None
     edited: bool = False
     counted: bool = False
+
+    @property
+    def place(self) -> tuple[int, int, int] | None:
+        """(device, inode, offset) of the backing."""
+        if self.file is None:
+            return None
+        return self.file.identity.device, self.file.identity.inode, self.offset
 
     @property
     def spilled(self) -> bool:
@@ -123,18 +131,21 @@ class Body:
 
     def look(self) -> list[Block]:
         """The blocks as they are now; refreshes `figures`."""
-        spans = survey(self._roots(), self._device)
+        spans = survey(self._roots(), self._device, self._stands_in)
         self._match(spans)
         blocks = self._grouped([span for span in spans if not span.fixed])
         self._measure(spans, blocks)
         return blocks
 
-    def look_for_idle(self) -> list[Block]:
-        """`look`, with ``kept`` filled in for resident blocks that are in use."""
+    def look_for_idle(self, *, frames_rest: bool = False) -> list[Block]:
+        """`look`, with ``kept`` filled in for resident blocks that are in use.
+
+        ``frames_rest``: no operation is in progress anywhere, so a frame that refers to a weight does not use it.
+        """
         blocks = self.look()
         for block in blocks:
             spans = [span for span in block.spans if span.owned]
-            reasons = map(busy, spans, explained(spans))
+            reasons = map(busy, spans, repeat(None) if frames_rest else explained(spans))
             block.kept = next(filter(None, reasons), "")
         self.staying = next((block.kept for block in blocks if block.kept), "")
         return blocks
@@ -155,6 +166,10 @@ class Body:
     def _roots(self) -> list[tuple[str, torch.nn.Module]]:
         return [(prefix, module) for prefix, ref in self._modules if (module := ref()) is not None]
 
+    def _stands_in(self, storage: torch.UntypedStorage) -> bool:
+        record = self._shared.get((storage._cdata, 0))
+        return record is not None and record.mapping is not None
+
     def _match(self, spans: list[Span]) -> None:
         """Keeps the records of spans that are still there, starts new ones, lets go of the rest."""
         known, self._records = self._records, {}
@@ -168,7 +183,11 @@ class Body:
                 record.counted = True
         self._uncount(record for key, record in known.items() if self._records.get(key) is not record)
 
-    def _remember(self, key: Key, record: Record) -> None:
+    def _remember(self, key: Key, record: Record, before: Key | None = None) -> None:
+        """Lists a record under its span's key, and no longer under the one before: addresses are used again."""
+        if before is not None:
+            self._records.pop(before, None)
+            self._shared.pop(before, None)
         self._records[key] = self._shared[key] = record
 
     def _uncount(self, gone: Iterable[Record]) -> None:
@@ -229,7 +248,9 @@ class Body:
 
     # ---------------------------------------------------------------------------------------------------- leaving
 
-    def evict(self, blocks: list[Block], *, only_proven: bool = False) -> tuple[int, list[str]]:
+    def evict(
+        self, blocks: list[Block], *, only_proven: bool = False, frames_rest: bool = False
+    ) -> tuple[int, list[str]]:
         """Moves the blocks out; returns the bytes that left and why others stayed.
 
         Each block is whole on one side afterwards. An OSError (a full disk) is a reason to stay, not an error.
@@ -238,7 +259,7 @@ class Body:
         freed, stayed = 0, []
         for block in reversed(blocks):
             try:
-                left, reason = self._evict_block(block, only_proven=only_proven)
+                left, reason = self._evict_block(block, only_proven=only_proven, frames_rest=frames_rest)
             except OSError as error:
                 left, reason = 0, error.strerror or str(error)
             freed += left
@@ -248,7 +269,7 @@ class Body:
         self.staying = stayed[0] if stayed else self.staying
         return freed, stayed
 
-    def _evict_block(self, block: Block, *, only_proven: bool) -> tuple[int, str]:
+    def _evict_block(self, block: Block, *, only_proven: bool, frames_rest: bool) -> tuple[int, str]:
         spans = [span for span in block.spans if span.owned]
         before = [self._back(span) for span in spans]
         unsafe = [span for span, safe in zip(spans, before, strict=True) if not safe]
@@ -256,7 +277,7 @@ class Body:
             return 0, "it was edited, or its file does not hold it"
         if unsafe:
             self._spill(unsafe)
-        return self._leave(spans)
+        return self._leave(spans, None if frames_rest else explained(spans))
 
     def _back(self, span: Span) -> bool:
         """Whether the record's backing holds (or is about to be proven to hold) the span's bytes."""
@@ -285,11 +306,11 @@ class Body:
             record.file, record.offset = file, offset
             record.digest = digest(view)
 
-    def _leave(self, spans: list[Span]) -> tuple[int, str]:
+    def _leave(self, spans: list[Span], explained_counts: list[list[int]] | None) -> tuple[int, str]:
         """All spans become mappings of their backings, or none does."""
         moved: list[tuple[Span, Record]] = []
         reason = ""
-        for span, references in zip(spans, explained(spans), strict=True):
+        for span, references in zip(spans, explained_counts or repeat(None), strict=False):
             record = self._records[span.key]
             assert record.file is not None  # noqa: S101  `_back` or `_spill` has seen to it
             record.mapping = map_range(record.file.fd, record.offset, record.nbytes)
@@ -308,9 +329,9 @@ class Body:
 
     def _let_go(self, span: Span, record: Record) -> int:
         assert record.mapping is not None  # noqa: S101
-        self._records.pop(span.key)
+        before = span.key
         span.moved_to(record.mapping, owned=False)
-        self._remember(span.key, record)
+        self._remember(span.key, record, before)
         record.retired = None
         self._uncount([record])
         return record.nbytes
@@ -360,7 +381,9 @@ class Body:
         """Fills device memory with the span's true bytes; returns their hash when they come from its backing."""
         record, room = self._records[span.key], memory_at(memory.data_ptr(), span.nbytes)
         self._adopt_mapped_file(span, record)
-        if record.file is None or not self._untouched(span, record):
+        # A record may be of memory that was here before and is gone. What is mapped here is certain: only if it is the
+        # very place that the record names is the file read instead of it.
+        if record.file is None or span.file_place != record.place or not self._untouched(span, record):
             room[:] = span.bytes
             return None
         found = read_digested(record.file, record.offset, room)
@@ -402,9 +425,9 @@ class Body:
         if found is None:
             record.file, record.edited = None, record.origin is not None
         record.digest, record.counted = found, True
-        self._records.pop(span.key)
+        before = span.key
         span.moved_to(memory, owned=True)
-        self._remember(span.key, record)
+        self._remember(span.key, record, before)
         return span.nbytes
 
     def _replaced(self, span: Span, fresh: list[torch.Tensor], holders: int, deadline: float) -> bool:

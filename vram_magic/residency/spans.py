@@ -9,7 +9,7 @@ Nothing is remembered here: a parameter that was replaced, an adapter that was a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -30,8 +30,8 @@ class Span:
 
     ``memory`` is the storage, held so that it cannot go while it is looked at; the span is one range of it.
     ``tensors`` are all the tensors the model has there; ``slots[i]`` counts the places in the model that refer to
-    ``tensors[i]``; ``names`` are those of parameters and buffers, as in ``state_dict()``. ``fixed`` says why the memory
-    can never be moved, and is empty when it can. ``alone``: no other
+    ``tensors[i]``, ``uses[i]`` is its use count while idle; ``names`` are those of parameters and buffers, as in
+    ``state_dict()``. ``fixed`` says why the memory can never be moved, and is empty when it can. ``alone``: no other
     span lies over the same storage. ``owned``: the device's allocator owns the memory, so freeing it gives room.
     """
 
@@ -40,6 +40,7 @@ class Span:
     end: int
     tensors: list[torch.Tensor] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    uses: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     fixed: str = ""
     alone: bool = True
@@ -90,22 +91,26 @@ class Span:
         self.memory, self.start, self.end, self.owned = memory.untyped_storage(), 0, self.nbytes, owned
 
 
-def survey(modules: Iterable[tuple[str, torch.nn.Module]], device: Device) -> list[Span]:
+def survey(
+    modules: Iterable[tuple[str, torch.nn.Module]], device: Device, stands_in: Callable[[torch.UntypedStorage], bool]
+) -> list[Span]:
     """The spans of all modules below ``modules`` (name prefix, root), in module order.
 
-    Tensors without bytes are left out, lazy parameters that have none yet too.
+    Tensors without bytes are left out, lazy parameters that have none yet too. ``stands_in`` tells a mapping of our
+    own, which is one span whatever lies over it.
     """
     spans: dict[int, list[Span]] = {}
     plain: list[torch.Tensor] = []
     for module_name, module in _walk(modules):
         for name, tensor in _named(module):
-            _place(spans, tensor, f"{module_name}{name}", device)
+            _place(spans, tensor, f"{module_name}{name}", device, stands_in)
         plain += _attributes(module)
     for tensor in plain:
         _place_alias(spans, tensor)
     for group in spans.values():
         for span in group:
             span.alone = len(group) == 1
+            _add_bases(span)
     found = [span for group in spans.values() for span in group]
     _find_pages(found)
     return found
@@ -143,21 +148,29 @@ def _attributes(module: torch.nn.Module) -> list[torch.Tensor]:
     for name, value in module.__dict__.items():
         if isinstance(value, torch.Tensor):
             found.append(value)
-        elif value and name not in _OWN and isinstance(value, list | tuple | dict):
+        elif name not in _OWN and isinstance(value, list | tuple | dict):
             inside = value.values() if isinstance(value, dict) else value
             found += [item for item in inside if isinstance(item, torch.Tensor)]
     return found
 
 
-def _place(spans: dict[int, list[Span]], tensor: torch.Tensor, name: str, device: Device) -> None:
+def _place(
+    spans: dict[int, list[Span]],
+    tensor: torch.Tensor,
+    name: str,
+    device: Device,
+    stands_in: Callable[[torch.UntypedStorage], bool],
+) -> None:
     fixed = _fixed(tensor, device.name)
     if fixed and tensor.layout != torch.strided:
-        spans.setdefault(-id(tensor), []).append(Span(_NO_MEMORY, 0, 0, [tensor], [1], [name], fixed))
+        spans.setdefault(-id(tensor), []).append(Span(_NO_MEMORY, 0, 0, [tensor], [1], names=[name], fixed=fixed))
         return
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return
-    span = _span_for(spans, tensor, storage, device)
+    owned = device.owns(storage)
+    span = _span_for(spans, tensor, storage, whole=owned or stands_in(storage))
+    span.owned = owned
     span.fixed = span.fixed or fixed
     span.names.append(name)
     _add(span, tensor)
@@ -173,21 +186,31 @@ def _place_alias(spans: dict[int, list[Span]], tensor: torch.Tensor) -> None:
 
 
 def _span_for(
-    spans: dict[int, list[Span]], tensor: torch.Tensor, storage: torch.UntypedStorage, device: Device
+    spans: dict[int, list[Span]], tensor: torch.Tensor, storage: torch.UntypedStorage, *, whole: bool
 ) -> Span:
     group = spans.setdefault(storage._cdata, [])
-    if device.owns(storage):
+    if whole:
         if not group:
             group.append(Span(storage, 0, storage.nbytes()))
         return group[0]
     start, end = _first_byte(tensor), _last_byte(tensor)
     touching = [span for span in group if start < span.end and span.start < end]
-    span = touching[0] if touching else Span(storage, start, end, owned=False)
+    span = touching[0] if touching else Span(storage, start, end)
     if not touching:
         group.append(span)
     elif (start, end) != (span.start, span.end):
         span.fixed = "overlapping views of one mapped file"
     return span
+
+
+def _add_bases(span: Span) -> None:
+    """The hidden tensors that views are views of: they hold the memory too, and move along."""
+    for base in [view._base for view in span.tensors if view._is_view()]:
+        if base is not None and all(base is not known for known in span.tensors):
+            span.tensors.append(base)
+            span.slots.append(0)
+    bases = [id(view._base) for view in span.tensors if view._is_view()]
+    span.uses = [1 + bases.count(id(tensor)) for tensor in span.tensors]
 
 
 def _add(span: Span, tensor: torch.Tensor) -> None:

@@ -9,7 +9,9 @@ a second thread and live autograd graphs):
 * each Python object's reference count: a frame holds it; ``w.sum(0)`` shows nowhere else
 
 The counts must equal those that the model itself explains. Reference counts above it may still be explained by lists
-and dicts on the heap (an optimizer, a notebook variable): those do not run. Only a frame, or C code, is left then.
+and dicts on the heap (an optimizer, a notebook variable): those do not run. Only a frame, or C code, is left then. That
+is a danger in the middle of an operation, and while another thread runs; else frames rest (`frames_rest`), and a local
+variable that names a weight does not keep it.
 
 The look and the replacement must be one step, or another thread starts an operation in between. `replace` does both
 inside a single call into C iterators: the interpreter hands the GIL over between bytecodes, and there are none inside.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import gc
 import operator
 import sys
+import threading
 import types
 from collections import Counter
 from itertools import chain, compress, repeat
@@ -28,7 +31,7 @@ import torch
 
 from vram_magic.residency.spans import Span
 
-__all__ = ["SHARED", "busy", "explained", "replace"]
+__all__ = ["SHARED", "busy", "explained", "frames_rest", "replace"]
 
 _refcounts = sys.getrefcount
 _use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
@@ -41,6 +44,12 @@ SHARED = "another tensor shares its memory"
 # What holds a reference without running: a tuple or a frame may be the arguments of a call in progress.
 _RESTING = (dict, list, set, types.CellType)
 
+# Where threads wait: what stands on top of a resting thread's stack.
+_WAITING = {
+    "asyncio", "concurrent", "execnet", "ipykernel", "multiprocessing", "queue", "select", "selectors", "socket", "ssl",
+    "subprocess", "threading", "tornado", "zmq",
+}  # fmt: skip
+
 
 def busy(span: Span, references: list[int] | None = None, *, holders: int = 0) -> str:
     """Why the span's memory cannot be replaced now, or an empty string. A look only: it may be out of date at once.
@@ -51,7 +60,7 @@ def busy(span: Span, references: list[int] | None = None, *, holders: int = 0) -
     tensors = span.tensors
     if span.alone and _storage_use_count(span.memory._cdata) != _owners(span, holders):
         return SHARED
-    if any(count != 1 for count in map(_use_count, tensors)):
+    if list(map(_use_count, tensors)) != span.uses:
         return "an operation or an autograd graph uses it"
     if references is not None and list(map(_refcounts, tensors)) != references:
         return "Python code is using it"
@@ -66,7 +75,7 @@ def replace(span: Span, fresh: list[torch.Tensor], references: list[int] | None 
     """
     tensors = span.tensors
     looks = [
-        map(operator.eq, map(_use_count, tensors), repeat(1)),
+        map(operator.eq, map(_use_count, tensors), span.uses),
         map(operator.eq, map(_version, tensors), list(map(_version, tensors))),
     ]
     if span.alone:
@@ -97,6 +106,27 @@ def explained(spans: list[Span]) -> list[list[int]]:
         else expected
         for span, expected in zip(spans, by_slots, strict=True)
     ]
+
+
+def frames_rest() -> bool:
+    """Whether no thread is in the middle of an operation: each waits in Python, except the one that asks.
+
+    A thread that runs an operation shows as the Python code that called it; one that waits, as a waiting module's. One
+    that waits for room inside an allocation is in an operation all the same.
+    """
+    me = threading.get_ident()
+    return all(_rests(frame) for thread, frame in sys._current_frames().items() if thread != me)
+
+
+def _rests(frame: types.FrameType) -> bool:
+    if str(frame.f_globals.get("__name__")).partition(".")[0] not in _WAITING:
+        return False
+    below: types.FrameType | None = frame
+    while below is not None:
+        if below.f_globals.get("__name__") == "vram_magic.pressure":
+            return False
+        below = below.f_back
+    return True
 
 
 def _resting_references(spans: list[Span]) -> Counter[int]:
