@@ -236,7 +236,6 @@ def test_what_can_never_fit_leaves_every_model_where_it_was(door):
     assert (door.mgr["giant"].state, str(door.mgr.last_error)) == ("host", str(error))
 
 
-@pytest.mark.xfail(strict=True, reason="a file is read tensor by tensor, so others leave before it is known not to fit")
 def test_a_file_that_can_never_fit_leaves_every_model_where_it_was(door, tmp_path):
     for tier, units in {"asr": 4, "llm": 4}.items():
         door.load(f"old_{tier}", units, tier)

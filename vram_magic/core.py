@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from vram_magic.devices.base import Device
 from vram_magic.errors import ModelInUseError, VRAMError
 from vram_magic.journal import Journal
-from vram_magic.models.managed import ManagedModel, TorchModel
+from vram_magic.models.managed import EngineModel, ManagedModel, TorchModel
 from vram_magic.oom import VRAMOutOfMemoryError
 from vram_magic.policy import Request
 from vram_magic.reclaim import Reclaimer, Room
@@ -47,7 +47,7 @@ class Core:
         decide = functools.partial(self.reclaimer.make_room, request, required=required, credit_bytes=credit_bytes)
         while True:
             changes = self.registry.changes
-            room = settled(self.workers.decide(decide), Room.release)
+            room = settled(self.workers.decide(decide))
             if room.busy and self.registry.wait_for_moves(changes, required):
                 continue
             if room.error is not None:
@@ -81,10 +81,15 @@ class Core:
             return settled(self.workers.decide(self.reclaimer.evict, model, f"evict {model.name}"))
 
     def forget(self, model: ManagedModel) -> None:
-        """Takes a model out of management; what was spilled is read back where there is room."""
+        """Takes a model out of management; what was spilled is read back where there is room.
+
+        Raises what an engine's unload raises: it then stays.
+        """
         with self.registry.moving(model, "leaving"):
             if model.forgotten:
                 return
+            if isinstance(model, EngineModel) and not self.closed:
+                settled(self.workers.decide(self.reclaimer.evict, model, f"forget {model.name}"))
             room = self._room_to_read_back(model)
             self.registry.remove(model)
             try:

@@ -48,9 +48,13 @@ def refusal(
     budget_bytes: int,
     holders: Mapping[str, int],
     spared: Mapping[str, str],
+    missing_bytes: int,
     left: str,
 ) -> VRAMOutOfMemoryError:
-    """The error for a request that cannot be met. ``spared``: why a model stays; ``left``: what left all the same."""
+    """The error for a request that cannot be met.
+
+    ``spared``: why a model stays; ``missing_bytes``: what lacks with all that may leave; ``left``: what left all the same.
+    """
     held = ", ".join(
         f"{name} {format_size(size)}" + (f" ({spared[name]})" if spared.get(name) else "")
         for name, size in sorted(holders.items(), key=lambda item: -item[1])
@@ -60,18 +64,18 @@ def refusal(
         f"Not enough memory on {device}: {what}.\n"
         f"The budget is {format_size(budget_bytes)}, {format_size(max(free_bytes, 0))} of it are free"
         f"{left and f'; {left} left and it was not enough'}.\n"
-        f"Held by: {held or 'nobody'}.\n{_remedy(needed_bytes, free_bytes, budget_bytes, holders, spared)}"
+        f"Held by: {held or 'nobody'}.\n{_remedy(needed_bytes, missing_bytes, budget_bytes, holders, spared)}"
     )
     return VRAMOutOfMemoryError(
         text, needed_bytes=needed_bytes, free_bytes=free_bytes, budget_bytes=budget_bytes, holders=holders
     )
 
 
-def _remedy(needed: int, free: int, budget: int, holders: Mapping[str, int], spared: Mapping[str, str]) -> str:
+def _remedy(needed: int, missing: int, budget: int, holders: Mapping[str, int], spared: Mapping[str, str]) -> str:
     if needed > budget:
         return f"It can never fit; give more room with: %vram budget {_round_up(needed)}"
     pinned = {name: holders.get(name, 0) for name, reason in spared.items() if reason == "pinned"}
-    if sum(pinned.values()) >= needed - free > 0:
+    if sum(pinned.values()) >= missing > 0:
         return f"Let it leave with: %vram unpin {max(pinned, key=pinned.__getitem__)}"
     if holders.get("other tensors", 0) * 2 >= needed:
         return "Delete tensors that you no longer need with: del NAME   (%vram shows who holds what)"

@@ -6,13 +6,13 @@ thread. An interrupt is remembered and raised by the guard when the operation ha
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 
 from vram_magic.core import Core
 from vram_magic.guard.native import GRANTED, INTERRUPTED, CpuGuard, NativeReservation
 from vram_magic.policy import Request
 from vram_magic.reclaim import Room
+from vram_magic.workers import Outcome
 
 __all__ = ["Pressure"]
 
@@ -26,7 +26,7 @@ class Pressure:
 
     def __call__(self, need_bytes: int) -> int:
         core, interrupted = self._core, 0
-        question: concurrent.futures.Future[Room] | None = None
+        question: Outcome[Room] | None = None
         changes = 0
         while True:
             try:
@@ -46,7 +46,7 @@ class Pressure:
                 self._explain(error)
                 return interrupted
 
-    def _ask(self, need_bytes: int) -> concurrent.futures.Future[Room]:
+    def _ask(self, need_bytes: int) -> Outcome[Room]:
         inside = self._core.registry.current
         asked_by = f"an allocation inside {inside.name}" if inside else "an allocation"
         request = Request(need_bytes, inside.rank if inside else None, asked_by=asked_by)

@@ -359,6 +359,7 @@ class Reclaimer:
             budget_bytes=self._device.budget_bytes,
             holders=self.holders(),
             spared=spared,
+            missing_bytes=decision.plan.missing_bytes if decision.plan else 0,
             left=", ".join(f"{step.model} {format_size(step.bytes)}" for step in decision.left),
         )
 

@@ -15,13 +15,15 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import queue
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from vram_magic.errors import VRAMError
 
-__all__ = ["Cancelled", "Workers", "settled"]
+__all__ = ["Cancelled", "Outcome", "Workers", "settled"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,34 +32,94 @@ Cancelled = concurrent.futures.CancelledError
 _CALL_THREADS = 64
 
 
-def settled(future: concurrent.futures.Future[R], discard: Callable[[R], None] | None = None) -> R:
-    """The future's result. An interrupt is raised only after the future is done, and its result then discarded."""
+class Outcome(Generic[R]):
+    """The result of a job in another thread, to come.
+
+    ``concurrent.futures`` waits and queues through locks that are written in Python: an interrupt in the middle of one
+    leaves it held, and the kernel hangs. Here a C lock and a flag do: the flag is set before the lock is opened.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._ready = False
+        self._value: R | None = None
+        self._error: BaseException | None = None
+
+    def finish(self, value: R | None = None, error: BaseException | None = None) -> None:
+        self._value, self._error, self._ready = value, error, True
+        self._lock.release()
+
+    def run(self, function: Callable[[], R]) -> None:
+        """Finishes with what the function returns or raises."""
+        try:
+            value = function()
+        except BaseException as error:  # noqa: BLE001  it belongs to who waits
+            self.finish(error=error)
+        else:
+            self.finish(value)
+
+    def wait(self) -> None:
+        while not self._ready:
+            with self._lock:
+                pass
+
+    def result(self) -> R:
+        """The value, once there; raises what the job raised."""
+        self.wait()
+        if self._error is not None:
+            error, self._error = self._error, None  # it refers to this frame: a cycle would keep what the job held
+            raise error
+        return self._value  # type: ignore[return-value]  # with no error the value is there
+
+
+def settled(outcome: Outcome[R]) -> R:
+    """The outcome's value. An interrupt is raised after the job is done; what it reserved goes with the outcome."""
     interrupt: KeyboardInterrupt | None = None
     while True:
         try:
-            future.exception()
+            outcome.wait()
             break
         except KeyboardInterrupt as error:
             interrupt = error
-    if interrupt is None:
-        try:
-            return future.result()
-        finally:
-            del future  # its exception refers to this frame: a cycle would keep alive whatever the failed call held
-    if discard is not None and future.exception() is None:
-        discard(future.result())
-    raise interrupt
+    if interrupt is not None:
+        raise interrupt
+    try:
+        return outcome.result()
+    finally:
+        del outcome
+
+
+class _Line:
+    """One thread that does jobs in their order. It ends when the line is closed or collected."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+        self.thread.start()
+        self.close = weakref.finalize(self, self._jobs.put, None)
+        self.close.atexit = False
+
+    def submit(self, function: Callable[[], R]) -> Outcome[R]:
+        outcome: Outcome[R] = Outcome()
+        self._jobs.put(functools.partial(outcome.run, function))
+        return outcome
+
+
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # while waiting for the next one it would keep what it worked on
 
 
 class Workers:
     """The threads of one manager, started when first needed."""
 
     def __init__(self) -> None:
-        self._decider = concurrent.futures.ThreadPoolExecutor(1, "vram-magic-decide")
-        self._loader = concurrent.futures.ThreadPoolExecutor(1, "vram-magic-load")
+        self._decider = _Line("vram-magic-decide")
+        self._loader = _Line("vram-magic-load")
         self._callers = concurrent.futures.ThreadPoolExecutor(_CALL_THREADS, "vram-magic-call")
         self._local = threading.local()
-        self._ours: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._starting = threading.Lock()  # a leaf: held while the loop thread starts
@@ -65,26 +127,22 @@ class Workers:
     @property
     def is_ours(self) -> bool:
         """Whether the calling thread is one that decisions wait for: it must not wait for a decision."""
-        return threading.get_ident() in self._ours
+        return threading.get_ident() in (self._decider.thread.ident, self._loader.thread.ident, self._loop_thread)
 
-    def decide(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[R]:
+    def decide(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Outcome[R]:
         """Runs the function in the deciding thread (at once when called from there)."""
+        job = functools.partial(function, *args, **kwargs)
+        if threading.get_ident() == self._decider.thread.ident:
+            outcome: Outcome[R] = Outcome()
+            outcome.run(job)
+            return outcome
         if self.is_ours:
-            future: concurrent.futures.Future[R] = concurrent.futures.Future()
-            try:
-                future.set_result(function(*args, **kwargs))
-            except Exception as error:  # noqa: BLE001  it belongs to the future
-                future.set_exception(error)
-            return future
-        return self._decider.submit(self._as_ours, functools.partial(function, *args, **kwargs))
+            raise _waits_for_itself()
+        return self._decider.submit(job)
 
-    def load(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[R]:
+    def load(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Outcome[R]:
         """Runs the function in the loading thread."""
-        return self._loader.submit(self._as_ours, functools.partial(function, *args, **kwargs))
-
-    def _as_ours(self, function: Callable[[], R]) -> R:
-        self._ours.add(threading.get_ident())
-        return function()
+        return self._loader.submit(functools.partial(function, *args, **kwargs))
 
     def run_coroutine(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """The coroutine's result, from the manager's event loop; cancelled when the calling job is cancelled.
@@ -94,13 +152,9 @@ class Workers:
         loop = self._event_loop()
         if threading.get_ident() == self._loop_thread:
             coroutine.close()
-            raise VRAMError(
-                "An engine's load or unload would wait for itself.\nNothing was moved.\n"
-                "A backend's coroutine called the manager, and the call needs the loop that the coroutine blocks.\n"
-                "Use the awaitable form in it: await mgr.amake_room(...), await handle.aload()"
-            )
+            raise _waits_for_itself()
         # Not `run_coroutine_threadsafe`: its future is done as soon as it is cancelled, while the coroutine still runs.
-        future: concurrent.futures.Future[R] = concurrent.futures.Future()
+        future: Outcome[R] = Outcome()
         tasks: list[asyncio.Task[R]] = []
 
         def start() -> None:
@@ -157,27 +211,35 @@ class Workers:
 
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop_thread = threading.get_ident()
-        self._ours.add(self._loop_thread)
         asyncio.set_event_loop(loop)
         loop.run_forever()
         loop.close()
 
     def close(self) -> None:
         """Ends the threads; what is running finishes."""
-        for pool in (self._decider, self._loader, self._callers):
-            pool.shutdown(wait=not self.is_ours)
+        self._callers.shutdown(wait=not self.is_ours)
+        for line in (self._decider, self._loader):
+            line.close()
+            if not self.is_ours:
+                line.thread.join()
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
 
 
-def _hand_over(future: concurrent.futures.Future[R], task: asyncio.Task[R]) -> None:
+def _waits_for_itself() -> VRAMError:
+    return VRAMError(
+        "An engine's load or unload would wait for itself.\nNothing was moved.\n"
+        "A backend's coroutine called the manager, and the call needs the loop that the coroutine blocks.\n"
+        "Use the awaitable form in it: await mgr.amake_room(...), await handle.aload()"
+    )
+
+
+def _hand_over(outcome: Outcome[R], task: asyncio.Task[R]) -> None:
     if task.cancelled():
-        future.set_exception(Cancelled())
-    elif (error := task.exception()) is not None:
-        future.set_exception(error)
+        outcome.finish(error=Cancelled())
     else:
-        future.set_result(task.result())
+        outcome.run(task.result)
 
 
 class _Job:

@@ -80,7 +80,7 @@ class LedgerMeter:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._live = self._committed = self._peak = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a dropped reservation may be released by a collection that starts under it
         self._thread = threading.local()
 
     @property
@@ -132,6 +132,9 @@ class _LedgerReservation:
     def __init__(self, meter: LedgerMeter, size_bytes: int) -> None:
         self._meter = meter
         self.left_bytes = size_bytes
+
+    def __del__(self) -> None:
+        self.release()  # an interrupt may have dropped it on its way to its taker
 
     @contextlib.contextmanager
     def draw(self, *, own_move: bool = False) -> Iterator[None]:  # noqa: ARG002  nothing here ever asks for room

@@ -147,6 +147,9 @@ class NativeReservation:
         self._library = library
         self._pointer: int | None = pointer
 
+    def __del__(self) -> None:
+        self.release()  # an interrupt may have dropped it on its way to its taker
+
     @property
     def left_bytes(self) -> int:
         return int(self._library.vm_left(self._pointer)) if self._pointer else 0

@@ -4,7 +4,7 @@ All that could be wrong is looked for before the first value changes. Entries ke
 ties; only one on the meta device is replaced.
 
 No locks. Refuses to know who built the module, how the file was named and where the module will live:
-everything is read into the CPU's memory.
+everything is read into the CPU's memory, or mapped where an entry has none yet.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 from vram_magic.errors import SourceError
 from vram_magic.models.origin import state_entries
 from vram_magic.residency.checkpoint import Checkpoint, TensorRange, some_of, torch_dtype_name
+from vram_magic.residency.mapping import map_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,11 +34,11 @@ def fill(module: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype | None) -
     assigned: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for names in ties(entries).values():
-            value = _read(checkpoint.tensors[next(name for name in names if name in checkpoint.tensors)])
+            place = checkpoint.tensors[next(name for name in names if name in checkpoint.tensors)]
             if entries[names[0]].is_meta:
-                assigned |= dict.fromkeys(names, _like(entries[names[0]], value, dtype))
+                assigned |= dict.fromkeys(names, _like(entries[names[0]], _mapped(place), dtype))
             else:
-                entries[names[0]].copy_(value)
+                entries[names[0]].copy_(_read(place))
     if assigned:
         module.load_state_dict(assigned, strict=False, assign=True)
     return module
@@ -77,6 +78,14 @@ def ties(entries: Mapping[str, torch.Tensor]) -> dict[object, list[str]]:
         is_real = not tensor.is_meta and tensor.numel() > 0
         groups.setdefault(place if is_real else id(tensor), []).append(name)
     return groups
+
+
+def _mapped(tensor: TensorRange) -> torch.Tensor:
+    """The tensor as a private mapping of its file: it takes no memory until it is loaded as a whole."""
+    dtype = dtype_in_file(tensor)
+    if not tensor.nbytes or tensor.offset % dtype.itemsize:
+        return _read(tensor)
+    return map_range(tensor.file.fd, tensor.offset, tensor.nbytes).view(dtype).view(tensor.shape)
 
 
 def _read(tensor: TensorRange) -> torch.Tensor:

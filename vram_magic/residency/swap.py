@@ -119,7 +119,8 @@ def frames_rest() -> bool:
 
 
 def _rests(frame: types.FrameType) -> bool:
-    if str(frame.f_globals.get("__name__")).partition(".")[0] not in _WAITING:
+    module = str(frame.f_globals.get("__name__"))
+    if module != "vram_magic.workers" and module.partition(".")[0] not in _WAITING:
         return False
     below: types.FrameType | None = frame
     while below is not None:
