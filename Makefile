@@ -9,10 +9,10 @@ STAMP := $(VENV)/.installed
 LAB_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lab test lint format check bench wheel clean
+.PHONY: help venv demo lab test lint format check bench screenshot wheel clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 venv: $(STAMP) ## Make the virtual environment, or bring it up to date
 
@@ -56,10 +56,13 @@ bench: venv ## Run every benchmark
 		$(BIN)/python "$$bench"; \
 	done
 
+screenshot: venv ## Make docs/vram.png, the picture in the README, anew
+	$(BIN)/python docs/screenshot.py
+
 wheel: venv ## Build the wheel into dist/
 	$(BIN)/pip wheel -q --no-deps --wheel-dir dist .
 
 clean: ## Remove what the targets made, but for the virtual environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find vram_magic tests benchmarks notebooks \
+	find vram_magic tests benchmarks docs notebooks \
 		\( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

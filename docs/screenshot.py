@@ -25,13 +25,14 @@ from playwright.sync_api import Locator, Page, Playwright, expect, sync_playwrig
 
 PICTURE = Path(__file__).parent / "vram.png"
 CELLS = [
-    "%load_ext vram_magic\n%vram budget 440MiB",
+    "%load_ext vram_magic\n%vram budget 480MiB",
     "%load_model llm models/llm\n%load_model tts models/tts\n%load_model asr models/asr",
     "import torch\n\nprompt = torch.tensor([[1, 15, 27, 300, 42]])\nreply = llm.generate(prompt, max_new_tokens=8)",
     "%vram",
 ]
 START_S = 60  # for Lab, and for its page
 RUN_S = 120  # for all cells
+KERNEL_IS_IDLE = "window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
 PLAIN = """
 .jp-cell-toolbar, .jp-Collapser { visibility: hidden }
 .jp-Cell { border-color: transparent !important; box-shadow: none !important; outline: none !important }
@@ -58,6 +59,7 @@ def lab(folder: Path, cells: list[str], width: int = 900, height: int = 1200) ->
         page.add_locator_handler(page.locator(".jp-Dialog"), lambda dialog: dialog.locator(".jp-mod-accept").click())
         page.goto(f"{address}/doc/tree/demo.ipynb?token={token}")
         expect(page.locator(".jp-CodeCell")).to_have_count(len(cells), timeout=START_S * 1000)
+        page.wait_for_function(KERNEL_IS_IDLE)  # cells that are started before are not run at all
         yield page
         browser.close()
 

@@ -53,7 +53,7 @@ def refusal(
 ) -> VRAMOutOfMemoryError:
     """The error for a request that cannot be met.
 
-    ``spared``: why a model stays; ``missing_bytes``: what lacks with all that may leave; ``left``: what left all the same.
+    ``spared``: why a model stays; ``missing_bytes``: what lacks with all that may leave; ``left``: what left.
     """
     held = ", ".join(
         f"{name} {format_size(size)}" + (f" ({spared[name]})" if spared.get(name) else "")

@@ -82,12 +82,12 @@ def settled(outcome: Outcome[R]) -> R:
             break
         except KeyboardInterrupt as error:
             interrupt = error
-    if interrupt is not None:
-        raise interrupt
     try:
+        if interrupt is not None:
+            raise interrupt
         return outcome.result()
     finally:
-        del outcome
+        del outcome, interrupt  # their tracebacks refer to this frame: a cycle would keep what the job reserved
 
 
 class _Line:
