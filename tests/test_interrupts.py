@@ -26,18 +26,18 @@ def test_interrupts_at_random_moments_leave_all_whole(tmp_path):
     mgr = vm.VRAMManager(device="cpu", budget="1GiB", block_bytes="1MiB", spill_dir=tmp_path)
     models = [nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)]) for _ in range(2)]
     x = torch.randn(1, 512)
-    armed, done = threading.Event(), threading.Event()
+    armed, done = [False], threading.Event()  # a list: an Event's own lock would not survive the interrupts
 
     def handler(*_: object) -> None:
-        if armed.is_set():
-            armed.clear()
+        if armed[0]:
+            armed[0] = False
             raise KeyboardInterrupt
 
     def shoot() -> None:
         rng, main = random.Random(0), threading.main_thread().ident
         while not done.is_set():
             time.sleep(rng.random() * 0.004)
-            if armed.is_set():
+            if armed[0]:
                 signal.pthread_kill(main, signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, handler), sys.getswitchinterval()
@@ -53,15 +53,15 @@ def test_interrupts_at_random_moments_leave_all_whole(tmp_path):
             shooter.start()
             for turn in range(ROUNDS):
                 try:
-                    armed.set()
+                    armed[0] = True
                     models[turn % 2](x)
+                    armed[0] = False
                 except KeyboardInterrupt:
                     hits += 1
-                armed.clear()
                 if turn % 20 == 0:
                     assert all(torch.equal(model(x), right) for model, right in zip(models, expected, strict=True))
     finally:
-        armed.clear()
+        armed[0] = False
         done.set()
         shooter.join()
         signal.signal(signal.SIGUSR1, before[0])
