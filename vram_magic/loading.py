@@ -19,7 +19,8 @@ from vram_magic.models.managed import ManagedModel, TorchModel
 from vram_magic.models.roots import origins_of, roots_of
 from vram_magic.models.sources import Source, resolve
 from vram_magic.oom import VRAMOutOfMemoryError
-from vram_magic.residency.body import Body, Key, Record
+from vram_magic.residency.body import Body
+from vram_magic.residency.parts import Key, Record
 from vram_magic.residency.spill import SpillStore
 from vram_magic.sizes import format_size
 from vram_magic.workers import settled

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from vram_magic.models.managed import Candidates, ManagedModel, TorchModel
-from vram_magic.residency.body import Key
+from vram_magic.residency.parts import Key
 
 __all__ = ["Owners"]
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from vram_magic.devices.base import Device
     from vram_magic.models.entry import EntryPoints
     from vram_magic.registry import Lease
-    from vram_magic.residency.body import Block, Body
+    from vram_magic.residency.body import Body
+    from vram_magic.residency.parts import Block
 
 __all__ = ["Backend", "Candidates", "EngineModel", "ManagedModel", "TorchModel"]
 

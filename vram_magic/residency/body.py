@@ -20,7 +20,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field
 from itertools import repeat
 
 import torch
@@ -28,77 +27,17 @@ import torch
 from vram_magic.devices.base import Device
 from vram_magic.devices.meter import Reservation
 from vram_magic.errors import BackingLostError
-from vram_magic.residency.checkpoint import TensorRange, WeightFile, torch_dtype_name
+from vram_magic.residency.checkpoint import TensorRange, torch_dtype_name
 from vram_magic.residency.digest import digest, digest_file, read_digested
 from vram_magic.residency.mapping import map_range, memory_at, was_written
+from vram_magic.residency.parts import Block, Figures, Kept, Key, Record
 from vram_magic.residency.spans import Span, survey
 from vram_magic.residency.spill import SpillStore
 from vram_magic.residency.swap import SHARED, busy, explained, replace
 
-__all__ = ["Block", "Body", "Figures", "Kept", "Key", "Record"]
-
-Key = tuple[int, int]
-"""Of a span: its storage and first byte."""
+__all__ = ["Body"]
 
 _LOAD_PATIENCE_S = 0.25  # how long a load waits, in all, for operations that read evicted weights directly
-
-
-@dataclass(eq=False)  # no slots: it is referred to weakly
-class Record:
-    """What is known of one span besides its tensors."""
-
-    nbytes: int
-    origin: TensorRange | None = None
-    file: WeightFile | None = None
-    offset: int = 0
-    digest: int | None = None
-    mapping: torch.Tensor | None = None
-    retired: torch.Tensor | None = None
-    edited: bool = False
-    counted: bool = False
-
-    @property
-    def place(self) -> tuple[int, int, int] | None:
-        """(device, inode, offset) of the backing."""
-        if self.file is None:
-            return None
-        return self.file.identity.device, self.file.identity.inode, self.offset
-
-    @property
-    def spilled(self) -> bool:
-        return self.file is not None and (self.origin is None or self.file is not self.origin.file)
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Weights that cannot leave, and why."""
-
-    name: str
-    nbytes: int
-    reason: str
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """Spans that leave and return together. ``kept`` says why the block cannot leave now."""
-
-    spans: list[Span] = field(default_factory=list)
-    total_bytes: int = 0
-    resident_bytes: int = 0
-    kept: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What a body looked like when it was last looked at."""
-
-    total_bytes: int = 0
-    device_bytes: int = 0
-    host_bytes: int = 0
-    disk_bytes: int = 0
-    blocks: tuple[tuple[int, int], ...] = ()
-    kept: tuple[Kept, ...] = ()
-    copied: tuple[str, ...] = ()
 
 
 class Body:

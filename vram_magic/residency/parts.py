@@ -1,0 +1,73 @@
+"""What a body remembers and tells: records, blocks, figures. Plain data; sizes are bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from vram_magic.residency.checkpoint import TensorRange, WeightFile
+from vram_magic.residency.spans import Span
+
+__all__ = ["Block", "Figures", "Kept", "Key", "Record"]
+
+Key = tuple[int, int]
+"""Of a span: its storage and first byte."""
+
+
+@dataclass(eq=False)  # no slots: it is referred to weakly
+class Record:
+    """What is known of one span besides its tensors."""
+
+    nbytes: int
+    origin: TensorRange | None = None
+    file: WeightFile | None = None
+    offset: int = 0
+    digest: int | None = None
+    mapping: torch.Tensor | None = None
+    retired: torch.Tensor | None = None
+    edited: bool = False
+    counted: bool = False
+
+    @property
+    def place(self) -> tuple[int, int, int] | None:
+        """(device, inode, offset) of the backing."""
+        if self.file is None:
+            return None
+        return self.file.identity.device, self.file.identity.inode, self.offset
+
+    @property
+    def spilled(self) -> bool:
+        return self.file is not None and (self.origin is None or self.file is not self.origin.file)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Weights that cannot leave, and why."""
+
+    name: str
+    nbytes: int
+    reason: str
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Spans that leave and return together. ``kept`` says why the block cannot leave now."""
+
+    spans: list[Span] = field(default_factory=list)
+    total_bytes: int = 0
+    resident_bytes: int = 0
+    kept: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a body looked like when it was last looked at."""
+
+    total_bytes: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    blocks: tuple[tuple[int, int], ...] = ()
+    kept: tuple[Kept, ...] = ()
+    copied: tuple[str, ...] = ()
