@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from vram_magic.residency.checkpoint import TensorRange, WeightFile
 from vram_magic.residency.spans import Span
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Block", "Figures", "Kept", "Key", "Record"]
 
