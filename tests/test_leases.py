@@ -694,3 +694,38 @@ def test_a_plan_names_the_workspaces_that_would_be_asked(mgr):
     mgr.register("model", model, workspace=lambda: None)
     plan = mgr.plan(5 * UNIT)
     assert [(step.model, step.stage) for step in plan.steps] == [("model", "workspace"), ("model", "pass 1")]
+
+
+@pytest.mark.timeout(60)
+def test_a_lease_whose_thread_waits_for_the_asker_is_not_waited_for(mgr_for_patience, monkeypatch):
+    monkeypatch.setattr("vram_magic.registry._PATIENCE_S", 0.5)
+    mgr, first, second = mgr_for_patience
+    caught = []
+
+    def call_second() -> None:
+        try:
+            second(torch.ones(1, 512))
+        except vm.VRAMOutOfMemoryError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=call_second)
+    with mgr["first"].lease():
+        thread.start()
+        thread.join()
+    assert len(caught) == 1
+    call_second()
+    assert len(caught) == 1
+    assert first is not None
+
+
+@pytest.fixture
+def mgr_for_patience(tmp_path):
+    """Two models of 2 MiB, room for three."""
+    manager = vm.VRAMManager(device="cpu", budget="1GiB", block_bytes="1MiB", spill_dir=tmp_path)
+    models = [torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(2)]) for _ in range(2)]
+    for name, model in zip(("first", "second"), models, strict=True):
+        manager.register(name, model)
+    manager["second"].evict()
+    manager.budget_bytes = manager.used_bytes + (1 << 20)
+    yield manager, *models
+    manager.close()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,10 +25,12 @@ from vram_magic.errors import UnknownModelError, VRAMError
 from vram_magic.models.managed import ManagedModel
 from vram_magic.oom import VRAMOutOfMemoryError
 from vram_magic.policy import DEFAULT_TIERS
+from vram_magic.residency.swap import all_rest
 from vram_magic.workers import Workers
 
 __all__ = ["Lease", "Registry"]
 
+_PATIENCE_S = 10.0  # how long a call waits for a lease of a thread that does nothing itself
 _POLL_S = 0.2  # how often a waiting job looks whether its caller has gone
 
 
@@ -287,7 +290,14 @@ class Registry:
 
         with self.lock:
             self._clear_mark(model)  # ours may be what the other one waits for
-            self._wait_while(lambda: self.changes == changes and self._hope(holders), holders)
+            started = time.monotonic()
+
+            def worth_it() -> bool:
+                # Who holds a lease and waits for something itself may wait for us: for a thread of its own, say.
+                stuck = time.monotonic() - started > _PATIENCE_S and all_rest(holders())
+                return self.changes == changes and self._hope(holders) and not stuck
+
+            self._wait_while(worth_it, holders)
             changed = self.changes != changes
             self._mark(model, "loading")
             return changed

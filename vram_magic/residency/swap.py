@@ -25,13 +25,14 @@ import sys
 import threading
 import types
 from collections import Counter
+from collections.abc import Iterable
 from itertools import chain, compress, repeat
 
 import torch
 
 from vram_magic.residency.spans import Span
 
-__all__ = ["SHARED", "busy", "explained", "frames_rest", "replace"]
+__all__ = ["SHARED", "all_rest", "busy", "explained", "frames_rest", "replace"]
 
 _refcounts = sys.getrefcount
 _use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
@@ -114,8 +115,13 @@ def frames_rest() -> bool:
     A thread that runs an operation shows as the Python code that called it; one that waits, as a waiting module's. One
     that waits for room inside an allocation is in an operation all the same.
     """
-    me = threading.get_ident()
-    return all(_rests(frame) for thread, frame in sys._current_frames().items() if thread != me)
+    return all_rest(set(sys._current_frames()) - {threading.get_ident()})
+
+
+def all_rest(threads: Iterable[int]) -> bool:
+    """Whether each of the threads waits in Python, outside any operation."""
+    frames = sys._current_frames()
+    return all(_rests(frames[thread]) for thread in threads if thread in frames)
 
 
 def _rests(frame: types.FrameType) -> bool:
