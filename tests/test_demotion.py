@@ -125,3 +125,19 @@ def test_when_it_fits_nothing_is_demoted(mgr, resident):
 def test_the_user_may_evict_it(mgr, resident):
     assert mgr["resident"].evict() == 4 * MIB
     assert mgr["resident"].residency == "device"
+
+
+def test_host_residency_leaves_as_a_copy_and_auto_goes_back_to_the_file(mgr, tmp_path):
+    model = layers(2)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    handle = mgr.register("model", model, residency="host", source=tmp_path / "model.safetensors")
+    handle.evict()
+    assert handle.state == "host"
+    assert mgr.spilled_bytes >= 2 * MIB
+    assert "differ" not in handle.why()
+    handle.load()
+    handle.residency = "auto"
+    handle.evict()
+    assert handle.state == "disk"
+    assert mgr.spilled_bytes == 0
+    assert torch.equal(model[1].weight, nn.Sequential(model)[0][1].weight)

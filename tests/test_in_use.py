@@ -218,3 +218,19 @@ def test_an_interrupt_during_an_eviction_leaves_all_whole_and_arrives(mgr):
         for _ in range(10_000):
             pass
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_decision_keeps_no_frame_of_the_user_alive(mgr):
+    import weakref
+
+    mgr.register("idle", idle := idle_model(2))
+
+    def local() -> weakref.ref:
+        model = torch.nn.Linear(8, 8)
+        mgr["idle"].evict()
+        mgr["idle"].load()
+        mgr.plan("1MiB")
+        return weakref.ref(model)
+
+    assert local()() is None
+    assert idle is not None

@@ -185,6 +185,7 @@ class TorchModel(ManagedModel):
     def evict(self, parts: list[Block], *, only_proven: bool = False, frames_rest: bool = False) -> tuple[int, str]:
         # Children are watched before the first weight leaves: a call that comes in between must wait for us.
         self._entries.watch_children(self)
+        self.body.wants_copies = self.residency == "host"
         freed, stayed = self.body.evict(parts, only_proven=only_proven, frames_rest=frames_rest)
         self._sync_entries()
         return freed, stayed[0] if stayed else ""

@@ -63,6 +63,8 @@ class Body:
         self.figures = Figures()
         self.staying = ""
         """Why some block could not leave when it was last asked to."""
+        self.wants_copies = False
+        """Leave as a copy of our own, even where a file holds the weights (residency "host")."""
         self.complete = False
         """Every weight that can be on the device is there: nothing to load."""
 
@@ -91,16 +93,7 @@ class Body:
 
     def proven(self, block: Block) -> bool:
         """Whether every resident weight of the block is unmodified and safe in its own readable, unchanged file."""
-        return all(self._clean(span) for span in block.spans if span.owned)
-
-    def _clean(self, span: Span) -> bool:
-        record = self._records[span.key]
-        if record.spilled or not (record.file or record.origin):
-            return False
-        now = digest(span.bytes)
-        if record.digest is None:
-            self._prove_origin(record, now)
-        return record.file is not None and record.file.unchanged() and record.digest == now
+        return all(self._back(span) and not self._records[span.key].spilled for span in block.spans if span.owned)
 
     def _roots(self) -> list[tuple[str, torch.nn.Module]]:
         return [(prefix, module) for prefix, ref in self._modules if (module := ref()) is not None]
@@ -211,6 +204,8 @@ class Body:
     def _evict_block(self, block: Block, *, only_proven: bool, frames_rest: bool) -> tuple[int, str]:
         spans = [span for span in block.spans if span.owned]
         before = [self._back(span) for span in spans]
+        if self.wants_copies and not only_proven:
+            before = [safe and self._records[span.key].spilled for span, safe in zip(spans, before, strict=True)]
         unsafe = [span for span, safe in zip(spans, before, strict=True) if not safe]
         if unsafe and only_proven:
             return 0, "it was edited, or its file does not hold it"
@@ -220,16 +215,15 @@ class Body:
 
     def _back(self, span: Span) -> bool:
         """Whether the record's backing holds (or is about to be proven to hold) the span's bytes."""
-        record = self._records[span.key]
-        if record.file is None and record.origin is not None and not record.edited:
-            self._prove_origin(record, digest(span.bytes))
-        if record.file is None or not record.file.unchanged():
-            return False
-        return record.digest == digest(span.bytes)
+        record, now = self._records[span.key], digest(span.bytes)
+        if record.file is None or (record.spilled and not self.wants_copies):
+            self._prove_origin(record, now)
+        return record.file is not None and record.file.unchanged() and record.digest == now
 
     def _prove_origin(self, record: Record, now: int) -> None:
+        """Makes the origin the backing if it holds these very bytes."""
         origin = record.origin
-        if origin is None or not origin.file.unchanged():
+        if origin is None or record.edited or not origin.file.unchanged():
             return
         if digest_file(origin.file, origin.offset, record.nbytes) == now:
             record.file, record.offset, record.digest = origin.file, origin.offset, now
@@ -238,12 +232,13 @@ class Body:
 
     def _spill(self, spans: list[Span]) -> None:
         views = [span.bytes for span in spans]
+        # Hashed before they are written: an edit in between shows as a difference, and the block stays.
+        digests = list(map(digest, views))
         file, offsets = self._store.write(views)
-        for span, view, offset in zip(spans, views, offsets, strict=True):
+        for span, offset, found in zip(spans, offsets, digests, strict=True):
             record = self._records[span.key]
-            record.edited = record.origin is not None
-            record.file, record.offset = file, offset
-            record.digest = digest(view)
+            record.file, record.offset, record.digest = file, offset, found
+            record.edited |= record.origin is not None and not self.wants_copies
 
     def _leave(self, spans: list[Span], explained_counts: list[list[int]] | None) -> tuple[int, str]:
         """All spans become mappings of their backings, or none does."""
@@ -322,7 +317,9 @@ class Body:
         self._adopt_mapped_file(span, record)
         # A record may be of memory that was here before and is gone. What is mapped here is certain: only if it is the
         # very place that the record names is the file read instead of it.
-        if record.file is None or span.file_place != record.place or not self._untouched(span, record):
+        here = record.file is not None and span.file_place == record.place
+        if record.file is None or not here or not self._untouched(span, record):
+            record.file, record.edited = None, record.edited or (here and record.origin is not None)
             room[:] = span.bytes
             return None
         found = read_digested(record.file, record.offset, room)
@@ -361,8 +358,6 @@ class Body:
             self._device.freed(span.nbytes)
             return 0
         record.retired, record.mapping = record.mapping, None  # a late reader of the mapping still finds it
-        if found is None:
-            record.file, record.edited = None, record.origin is not None
         record.digest, record.counted = found, True
         before = span.key
         span.moved_to(memory, owned=True)

@@ -120,8 +120,9 @@ def frames_rest() -> bool:
 
 def all_rest(threads: Iterable[int]) -> bool:
     """Whether each of the threads waits in Python, outside any operation."""
-    frames = sys._current_frames()
-    return all(_rests(frames[thread]) for thread in threads if thread in frames)
+    wanted = set(threads)
+    # No name for the frames: this one is among them, and the cycle would keep everybody's local variables alive.
+    return all(_rests(frame) for thread, frame in sys._current_frames().items() if thread in wanted)
 
 
 def _rests(frame: types.FrameType) -> bool:
