@@ -9,7 +9,6 @@ ones. It takes no lock of its own.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +23,7 @@ from vram_magic.journal import Journal
 from vram_magic.models.managed import Backend, EngineModel, ManagedModel
 from vram_magic.oom import VRAMOutOfMemoryError
 from vram_magic.policy import Plan, Request
-from vram_magic.reclaim import Room
+from vram_magic.reserve import Reserve
 from vram_magic.sizes import bytes_to_gb, format_size, gb_to_bytes, parse_size
 from vram_magic.workers import settled
 
@@ -367,9 +366,9 @@ class VRAMManager:
         """`make_room` without blocking the event loop."""
         return await self._core.workers.call(lambda: self.make_room(need, tier, prefer))
 
-    def reserve(self, need: int | str, tier: str | int | None = None) -> _Reserve:
+    def reserve(self, need: int | str, tier: str | int | None = None) -> Reserve:
         """``with mgr.reserve("3GiB"):`` room kept for the body's own allocations. ``async with`` too."""
-        return _Reserve(self._core, self._request(need, tier, (), "reserve"))
+        return Reserve(self._core, self._request(need, tier, (), "reserve"))
 
     def _request(self, need: int | str, tier: str | int | None, prefer: Sequence[str], asked_by: str) -> Request:
         self._core.check_open()
@@ -384,32 +383,6 @@ class VRAMManager:
         from vram_magic.notebook.panel import open_panel
 
         return open_panel(self)
-
-
-class _Reserve:
-    """Room from ``with`` to its end: the body's allocations in this thread draw on it."""
-
-    def __init__(self, core: Core, request: Request) -> None:
-        self._core = core
-        self._request = request
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        self._enter(self._core.room(self._request))
-
-    def _enter(self, room: Room) -> None:
-        assert room.reservation is not None  # noqa: S101  a room without an error has one
-        self._stack.callback(room.release)
-        self._stack.enter_context(room.reservation.draw())
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-    async def __aenter__(self) -> None:
-        self._enter(await self._core.workers.call(lambda: self._core.room(self._request), Room.release))
-
-    async def __aexit__(self, *exc: object) -> None:
-        self._stack.close()
 
 
 def _check_device(name: str) -> None:
