@@ -7,6 +7,8 @@ The weights are used directly here, outside any lease, which is how libraries an
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -234,3 +236,19 @@ def test_a_decision_keeps_no_frame_of_the_user_alive(mgr):
 
     assert local()() is None
     assert idle is not None
+
+
+@pytest.mark.timeout(60)
+def test_a_look_at_all_threads_survives_a_collection_of_thread_locals():
+    code = """
+import gc, threading
+from vram_magic.residency.swap import frames_rest
+gc.set_threshold(1)
+for _ in range(3000):
+    cycle = [threading.local()]
+    cycle[0].own = cycle
+    cycle.append(cycle)
+    del cycle
+    frames_rest()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)

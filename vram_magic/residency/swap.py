@@ -115,14 +115,29 @@ def frames_rest() -> bool:
     A thread that runs an operation shows as the Python code that called it; one that waits, as a waiting module's. One
     that waits for room inside an allocation is in an operation all the same.
     """
-    return all_rest(set(sys._current_frames()) - {threading.get_ident()})
+    return all_rest(set(_stacks()) - {threading.get_ident()})
 
 
 def all_rest(threads: Iterable[int]) -> bool:
     """Whether each of the threads waits in Python, outside any operation."""
     wanted = set(threads)
     # No name for the frames: this one is among them, and the cycle would keep everybody's local variables alive.
-    return all(_rests(frame) for thread, frame in sys._current_frames().items() if thread in wanted)
+    return all(_rests(frame) for thread, frame in _stacks().items() if thread in wanted)
+
+
+def _stacks() -> dict[int, types.FrameType]:
+    """The innermost frame of each thread.
+
+    CPython takes a lock of its own for this, and a collection that starts under it and finds a dead `threading.local`
+    takes the lock again: the process hangs (python/cpython#106883; seen with 3.11.7). So no collection may start.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _rests(frame: types.FrameType) -> bool:
