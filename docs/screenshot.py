@@ -37,7 +37,13 @@ PLAIN = """
 .jp-cell-toolbar, .jp-Collapser { visibility: hidden }
 .jp-Cell { border-color: transparent !important; box-shadow: none !important; outline: none !important }
 """
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 
 
 def browser_path(playwright: Playwright) -> str:

@@ -62,7 +62,8 @@ class Record:
     time: float = field(default_factory=now)
 
     def __str__(self) -> str:
-        needed = f"needed {format_size(self.need_bytes)}, had {format_size(self.had_bytes)}"
+        had = f"had {format_size(self.had_bytes)}"
+        needed = f"needed {format_size(self.need_bytes)}, {had}" if self.need_bytes else had
         left = ", ".join(map(str, self.left)) or "nothing"
         why = f"; {self.reason}" if self.reason else ""
         spared = ", ".join(f"{name} ({reason})" for name, reason in self.spared)

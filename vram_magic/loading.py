@@ -131,7 +131,11 @@ class Loading:
             ours = self._core.last_error
             if ours is None or str(ours) != str(error):
                 raise
-            text = f"{name!r} could not be built: {ours}"
+            _, numbers, cause, _ = str(ours).splitlines()
+            text = (
+                f"{name!r} could not be built: it wanted {format_size(ours.needed_bytes)} more.\n{numbers}\n{cause}\n"
+                "What was built of it counts as other tensors. Give more room with: %vram budget SIZE"
+            )
             raise VRAMOutOfMemoryError(
                 text,
                 needed_bytes=ours.needed_bytes,
