@@ -50,10 +50,13 @@ class Core:
             room = settled(self.workers.decide(decide))
             if room.busy and self.registry.wait_for_moves(changes, required):
                 continue
-            if room.error is not None:
-                self.note(room.error)
+            if room.error is None:
+                return room
+            self.note(room.error)
+            try:
                 raise room.error
-            return room
+            finally:
+                del room  # the error refers to this frame: a cycle would keep the caller's tensors
 
     def note(self, error: BaseException | None) -> None:
         """Keeps the last out-of-memory for whoever asks afterwards."""

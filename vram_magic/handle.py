@@ -35,6 +35,8 @@ class Handle:
         self._keep = keep
 
     def __repr__(self) -> str:
+        if self._managed.forgotten or getattr(self._managed, "thing", self) is None:
+            return f"<{self.name}: not managed any more>"
         return f"<{self.name}: {self.state}, {format_size(self._managed.total_bytes)}, tier {self.tier}>"
 
     # ------------------------------------------------------------------------------------------------ asking
@@ -166,6 +168,8 @@ class Handle:
         return LeaseContext(self._core, self._managed, self)
 
     def _known(self) -> None:
+        if not self._managed.forgotten and getattr(self._managed, "thing", self) is None:
+            self.model  # noqa: B018  raises
         if self._managed.forgotten:
             self._core.registry.get(self.name)  # raises, unless the name is used anew
             raise UnknownModelError(
@@ -184,15 +188,21 @@ class LeaseContext:
         self._leases: list[Lease] = []
 
     def __enter__(self) -> Any:
-        self._leases.append(self._core.registry.begin(self._model))
-        return self._handle.model
+        return self._held(self._core.registry.begin(self._model))
+
+    def _held(self, lease: Lease) -> Any:
+        try:
+            self._leases.append(lease)
+            return self._handle.model
+        except BaseException:
+            self._core.registry.end(lease)
+            raise
 
     def __exit__(self, *exc: object) -> None:
         self._core.registry.end(self._leases.pop())
 
     async def __aenter__(self) -> Any:
-        self._leases.append(await self._core.registry.begin_async(self._model))
-        return self._handle.model
+        return self._held(await self._core.registry.begin_async(self._model))
 
     async def __aexit__(self, *exc: object) -> None:
         self.__exit__(*exc)

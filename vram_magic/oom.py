@@ -72,14 +72,16 @@ def refusal(
 
 
 def _remedy(needed: int, missing: int, budget: int, holders: Mapping[str, int], spared: Mapping[str, str]) -> str:
-    if needed > budget:
-        return f"It can never fit; give more room with: %vram budget {_round_up(needed)}"
     pinned = {name: holders.get(name, 0) for name, reason in spared.items() if reason == "pinned"}
     if sum(pinned.values()) >= missing > 0:
         return f"Let it leave with: %vram unpin {max(pinned, key=pinned.__getitem__)}"
-    if holders.get("other tensors", 0) * 2 >= needed:
-        return "Delete tensors that you no longer need with: del NAME   (%vram shows who holds what)"
-    return f"Wait for the models in use, or give more room with: %vram budget {_round_up(budget + needed)}"
+    room = f"give more room with: %vram budget {_round_up(budget + missing)}"
+    if needed > budget:
+        return f"It can never fit this budget; {room}"
+    if holders.get("other tensors", 0) >= missing > 0:
+        return f"Delete tensors that you no longer need with: del NAME   or {room}"
+    waits = "Wait for the models in use, or " if "in use" in spared.values() else ""
+    return f"{waits}{room}" if waits else room[0].upper() + room[1:]
 
 
 def _round_up(size_bytes: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 
 from vram_magic.core import Core
-from vram_magic.guard.native import GRANTED, INTERRUPTED, CpuGuard, NativeReservation
+from vram_magic.guard.native import GRANTED, INTERRUPTED, REFUSED, CpuGuard, NativeReservation
 from vram_magic.policy import Request
 from vram_magic.reclaim import Room
 from vram_magic.workers import Outcome
@@ -31,7 +31,7 @@ class Pressure:
         while True:
             try:
                 if core.workers.is_ours or core.registry.held_by_me:
-                    return interrupted  # a decision here would wait for ourselves
+                    return REFUSED | interrupted  # a decision here would wait for ourselves
                 if question is None:
                     changes = core.registry.changes
                     question = self._ask(need_bytes)
@@ -44,7 +44,7 @@ class Pressure:
                 interrupted = INTERRUPTED
             except BaseException as error:  # noqa: BLE001
                 self._explain(error)
-                return interrupted
+                return REFUSED | interrupted
 
     def _ask(self, need_bytes: int) -> Outcome[Room]:
         inside = self._core.registry.current
@@ -58,7 +58,7 @@ class Pressure:
             return GRANTED
         self._core.note(room.error)
         self._explain(room.error)
-        return 0
+        return REFUSED
 
     def _explain(self, error: BaseException | None) -> None:
         with contextlib.suppress(BaseException):

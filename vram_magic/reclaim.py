@@ -6,6 +6,7 @@ made is handed over as a reservation: nobody else can take it between the move a
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from vram_magic.models.managed import Candidates, ManagedModel, TorchModel
 from vram_magic.oom import VRAMOutOfMemoryError, refusal
 from vram_magic.policy import ModelState, Plan, Request, Snapshot, Step, plan
 from vram_magic.registry import Registry
-from vram_magic.residency.swap import frames_rest
+from vram_magic.residency.parts import Key
 from vram_magic.sharing import Owners
 from vram_magic.sizes import format_size
 
@@ -60,8 +61,10 @@ class _Decision:
     parts: dict[str, Candidates] = field(default_factory=dict)
     offers_workspaces: bool = False
     """Whether they were not asked yet."""
-    frames_rest: bool = False
-    """Whether no thread is in the middle of an operation."""
+    collected: bool = False
+    wanted_budget_bytes: int | None = None
+    may_rest: bool = False
+    """Whether the asker is in no operation."""
 
 
 class Reclaimer:
@@ -90,7 +93,7 @@ class Reclaimer:
         self.clear_up()
         self._device.refresh()
         decision = _Decision(request, required, credit_bytes, had_bytes=self.available_bytes() + credit_bytes)
-        decision.frames_rest = user_code and frames_rest()
+        decision.may_rest = user_code
         if user_code and decision.had_bytes < request.need_bytes <= self._device.budget_bytes:
             self._ask_workspaces(decision)
         try:
@@ -105,7 +108,7 @@ class Reclaimer:
         """The plan for a request, moving nothing."""
         self.clear_up()
         self._device.refresh()
-        return self._plan(_Decision(request, None, 0, offers_workspaces=True, frames_rest=frames_rest()))
+        return self._plan(_Decision(request, None, 0, offers_workspaces=True, may_rest=True))
 
     def lower_budget(self, budget_bytes: int) -> int:
         """Makes models leave until the new budget holds, and sets it; returns the bytes freed.
@@ -117,9 +120,10 @@ class Reclaimer:
         asked_by = f"a budget of {format_size(budget_bytes)}"
         request = Request(max(meter.committed_bytes - budget_bytes, 0) + self.available_bytes(), asked_by=asked_by)
         decision = _Decision(request, None, 0, verb="is too low by", had_bytes=self.available_bytes())
-        decision.frames_rest = frames_rest()
+        decision.may_rest = True
         if not self._fits(decision):
             self._ask_workspaces(decision)
+        decision.wanted_budget_bytes = budget_bytes
         before = self._device.budget_setting
         try:
             self._leave_until_it_holds(decision, budget_bytes)
@@ -147,12 +151,10 @@ class Reclaimer:
     def evict(self, model: ManagedModel, asked_by: str) -> int:
         """Moves out what can leave of a model that the caller has marked; returns the bytes."""
         decision = _Decision(Request(0, asked_by=asked_by), None, 0, had_bytes=self.available_bytes())
-        decision.frames_rest = frames_rest()
+        decision.may_rest = True
         with self._registry.lock:
             others = [other for other in self._registry.models.values() if other is not model]
-        found = Owners(others, self._spared).allowed(
-            model, model.candidates(frames_rest=decision.frames_rest), asked=True
-        )
+        found = Owners(others, self._spared).allowed(model, model.candidates(may_rest=decision.may_rest), asked=True)
         freed, stayed = self._timed(
             decision, model, found.parts, Step(model.name, len(found.parts), 0, "asked", asked_by)
         )
@@ -194,11 +196,22 @@ class Reclaimer:
                     self._record(decision, "made room")
                 return Room(reservation, decision.freed_bytes)
             if not self._one_round(decision):
-                error = self._refusal(decision)
                 busy = self._moves_elsewhere(decision) and need <= self._device.budget_bytes
+                if not busy and self._may_collect(decision):
+                    continue
+                error = self._refusal(decision)
                 if not busy:
                     self._record(decision, "not enough, even with everything that may leave")
                 return Room(None, decision.freed_bytes, error, busy)
+
+    def _may_collect(self, decision: _Decision) -> bool:
+        """Before giving up, once: a failed call's tensors may hang in cycles. It costs, so only if they could be enough."""
+        missing = decision.plan.missing_bytes if decision.plan else 0
+        if decision.collected or not decision.may_rest or self.holders().get(_OTHER, 0) < missing:
+            return False
+        decision.collected = True
+        gc.collect()
+        return True
 
     def _one_round(self, decision: _Decision) -> bool:
         """Plans and moves once; False when no plan satisfies the request."""
@@ -235,8 +248,9 @@ class Reclaimer:
 
     def _timed(self, decision: _Decision, model: ManagedModel, parts: list[object], step: Step) -> tuple[int, str]:
         meter, start = self._device.meter, time.perf_counter()
-        before = meter.live_bytes
-        freed, stayed = model.evict(parts, only_proven=step.stage == "demotion", frames_rest=decision.frames_rest)
+        before, keys = meter.live_bytes, model.body.keys if isinstance(model, TorchModel) else set()
+        freed, stayed = model.evict(parts, only_proven=step.stage == "demotion", may_rest=decision.may_rest)
+        self._tell_sharers(model, keys)
         if freed:
             # Measured, where others did not allocate meanwhile; never more than what left.
             measured = min(max(before - meter.live_bytes, 0), freed) or freed
@@ -244,6 +258,14 @@ class Reclaimer:
             decision.left.append(StepTaken(model.name, len(parts), measured, step.stage, step.reason, ms))
             decision.freed_bytes += measured
         return freed, stayed
+
+    def _tell_sharers(self, model: ManagedModel, keys: set[Key]) -> None:
+        """What others share with the model may have left them, too: they look again at their next call."""
+        with self._registry.lock:
+            others = [m for m in self._registry.models.values() if isinstance(m, TorchModel) and m is not model]
+        for other in others:
+            if keys & other.body.keys:
+                other.body.complete = False
 
     def _claim(self, steps: Iterable[Step]) -> list[tuple[Step, ManagedModel]]:
         """Marks the victims, unless they came to life since they were looked at."""
@@ -285,7 +307,7 @@ class Reclaimer:
     def _candidates(self, model: ManagedModel, decision: _Decision, *, proven: bool) -> Candidates:
         if self._spared(model, decision.required) or (model.residency == "device" and not proven):
             return Candidates([], ())
-        return model.candidates(proven=model.residency == "device", frames_rest=decision.frames_rest)
+        return model.candidates(proven=model.residency == "device", may_rest=decision.may_rest)
 
     def _state(self, model: ManagedModel, decision: _Decision) -> ModelState:
         found = decision.parts[model.name]
@@ -350,13 +372,16 @@ class Reclaimer:
                 name: self._spared(model, decision.required) or decision.stuck.get(name) or _kept(decision, name)
                 for name, model in self._registry.models.items()
             }
-        request = decision.request
+        request, budget = decision.request, decision.wanted_budget_bytes
+        needed, free = request.need_bytes, self.available_bytes() + decision.credit_bytes
+        if budget is not None:
+            needed, free = self._device.meter.committed_bytes - budget, 0
         return refusal(
             device=self._device.name,
-            what=f"{request.asked_by or 'this request'} {decision.verb} {format_size(request.need_bytes)}",
-            needed_bytes=decision.request.need_bytes,
-            free_bytes=self.available_bytes() + decision.credit_bytes,
-            budget_bytes=self._device.budget_bytes,
+            what=f"{request.asked_by or 'this request'} {decision.verb} {format_size(needed)}",
+            needed_bytes=needed,
+            free_bytes=free,
+            budget_bytes=self._device.budget_bytes if budget is None else budget,
             holders=self.holders(),
             spared=spared,
             missing_bytes=decision.plan.missing_bytes if decision.plan else 0,

@@ -17,6 +17,7 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,18 @@ class Lease:
         """Held by a generator: it may never end by itself, so nobody waits for it."""
 
 
+_registries: weakref.WeakSet[Registry] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    """A forked child has none of our threads, and may have copied a lock that nobody will open."""
+    for registry in list(_registries):
+        registry.become_child()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 class Registry:
     """Models by name, their leases, and waiting for one another."""
 
@@ -66,6 +79,16 @@ class Registry:
         self._workers = workers
         self._bring = bring
         self._pid = os.getpid()
+        _registries.add(self)
+
+    def become_child(self) -> None:
+        """Models compute where they are from now on, and nothing is moved any more."""
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._waiting.clear()
+        self._workers.become_child()
+        for model in self.models.values():
+            model.moving = ""
 
     # ------------------------------------------------------------------------------------------------- models
 

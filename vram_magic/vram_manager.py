@@ -9,6 +9,7 @@ ones. It takes no lock of its own.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -35,6 +36,9 @@ __all__ = ["ModelSlot", "VRAMManager", "manager"]
 
 _open: dict[str, VRAMManager] = globals().get("_open", {})
 """The open manager of each device; survives a reload of this module."""
+
+_opening = threading.RLock()
+"""A leaf: two threads that ask for the manager get one."""
 
 _NAME_LIMIT = 200
 
@@ -73,6 +77,10 @@ class VRAMManager:
         self._engines = Engines(self._core)
 
     def _open_cpu(self, name: str, budget: int | str, block_bytes: int, spill_dir: str | Path | None) -> None:
+        with _opening:
+            self._open_cpu_alone(name, budget, block_bytes, spill_dir)
+
+    def _open_cpu_alone(self, name: str, budget: int | str, block_bytes: int, spill_dir: str | Path | None) -> None:
         _check_device(name)
         from vram_magic.devices.cpu import CpuDevice  # here and not above: these need torch
         from vram_magic.guard.build import GuardUnavailable
@@ -97,14 +105,16 @@ class VRAMManager:
         if self._core.closed:
             return
         self._core.closed = True
-        for model in list(self._core.registry.models.values()):
-            self._core.forget(model)
-        if self._guard is not None:
-            self._guard.uninstall()
-        if self._torch_models is not None:
-            self._torch_models.store.close()
-            _open.pop(self.device, None)
-        self._core.workers.close()
+        try:
+            for model in list(self._core.registry.models.values()):
+                self._core.forget(model)
+        finally:  # an interrupt must not leave the guard in
+            if self._guard is not None:
+                self._guard.uninstall()
+            if self._torch_models is not None:
+                self._torch_models.store.close()
+                _open.pop(self.device, None)
+            self._core.workers.close()
 
     @property
     def _registry(self) -> Any:
@@ -314,6 +324,8 @@ class VRAMManager:
             Exception: what the backend raised; the model is then absent
         """
         self._check_name(model_id)
+        if not all(callable(getattr(backend, verb, None)) for verb in ("load", "unload")):
+            raise TypeError(f"a backend has `async load(id)` and `async unload(id)`; {backend!r:.80} has not")
         size, (tier, rank) = gb_to_bytes(vram_gb), self._core.registry.rank_of(model_type, priority)
 
         def make() -> EngineModel:
@@ -400,6 +412,7 @@ def _check_device(name: str) -> None:
 
 def manager() -> VRAMManager:
     """This kernel's manager, made on first use; the magics use the same one."""
-    if not _open:
-        VRAMManager()
-    return next(iter(_open.values()))
+    with _opening:
+        if not _open:
+            VRAMManager()
+        return next(iter(_open.values()))

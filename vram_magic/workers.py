@@ -64,12 +64,21 @@ class Outcome(Generic[R]):
             with self._lock:
                 pass
 
+    def abandon(self) -> None:
+        """Nobody takes the value: what it reserved is released."""
+        value, self._value = self._value, None
+        if callable(release := getattr(value, "release", None)):
+            release()
+
     def result(self) -> R:
         """The value, once there; raises what the job raised."""
         self.wait()
         if self._error is not None:
-            error, self._error = self._error, None  # it refers to this frame: a cycle would keep what the job held
-            raise error
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # it refers to this frame: a cycle would keep what the job held
         return self._value  # type: ignore[return-value]  # with no error the value is there
 
 
@@ -84,6 +93,7 @@ def settled(outcome: Outcome[R]) -> R:
             interrupt = error
     try:
         if interrupt is not None:
+            outcome.abandon()  # the traceback keeps the outcome for as long as the user looks at it
             raise interrupt
         return outcome.result()
     finally:
@@ -120,14 +130,23 @@ class Workers:
         self._loader = _Line("vram-magic-load")
         self._callers = concurrent.futures.ThreadPoolExecutor(_CALL_THREADS, "vram-magic-call")
         self._local = threading.local()
+        self._forked = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._starting = threading.Lock()  # a leaf: held while the loop thread starts
 
+    def become_child(self) -> None:
+        """After a fork: no thread of ours runs here, so nobody may wait for one."""
+        self._forked = True
+
     @property
     def is_ours(self) -> bool:
         """Whether the calling thread is one that decisions wait for: it must not wait for a decision."""
-        return threading.get_ident() in (self._decider.thread.ident, self._loader.thread.ident, self._loop_thread)
+        return self._forked or threading.get_ident() in (
+            self._decider.thread.ident,
+            self._loader.thread.ident,
+            self._loop_thread,
+        )
 
     def decide(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Outcome[R]:
         """Runs the function in the deciding thread (at once when called from there)."""

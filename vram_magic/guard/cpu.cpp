@@ -30,7 +30,7 @@
 namespace {
 
 constexpr size_t kHeader = 64;  // c10's alignment: the data behind the header stays as aligned as it was
-constexpr int kGranted = 1, kInterrupted = 2;
+constexpr int kGranted = 1, kInterrupted = 2, kRefused = 4, kAsks = 3;
 
 using PressureFn = int64_t (*)(int64_t need);
 using InterruptFn = void (*)();
@@ -69,9 +69,9 @@ int64_t draw(int64_t n) {
   return take;
 }
 
-void undraw(int64_t n) {
+void undraw(Reservation* from, int64_t n) {
   if (!n) return;
-  drawing->left.fetch_add(n);
+  from->left.fetch_add(n);
   held.fetch_add(n);
 }
 
@@ -95,9 +95,15 @@ void admit(int64_t n) {
   }
   inside = true;
   calls.fetch_add(1);
-  int64_t answer = ask(n);
+  int64_t answer = 0;
+  bool interrupted = false;
+  // No answer at all: an interrupt hit the callback before it could guard itself. It is raised later, and asked again.
+  for (int i = 0; i < kAsks && !(answer & (kGranted | kRefused)); i++) {
+    answer = ask(n);
+    interrupted |= (answer & kInterrupted) || !answer;
+  }
   inside = false;
-  if (answer & kInterrupted) {
+  if (interrupted) {
     if (auto raise = set_interrupt.load()) raise();
   }
   if (!(answer & kGranted)) refuse(n);
@@ -142,11 +148,12 @@ struct Guard final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     if (n == 0) return base->allocate(0);
     int64_t size = static_cast<int64_t>(n), own = draw(size);
+    auto* from = drawing;  // the callback may change what this thread draws on
     if (size > own) {
       try {
         admit(size - own);
       } catch (...) {
-        undraw(own);
+        undraw(from, own);
         throw;
       }
     }
@@ -154,7 +161,7 @@ struct Guard final : c10::Allocator {
     try {
       raw = base->allocate(n + kHeader).release_context();
     } catch (...) {  // the machine itself has no memory
-      undraw(own);
+      undraw(from, own);
       committed.fetch_sub(size - own);
       throw;
     }
@@ -203,15 +210,15 @@ Reservation* vm_reserve(int64_t n) {
 }
 int64_t vm_left(Reservation* r) { return r->left; }
 // Hands the bytes left to whoever is named in the callback's answer: they stay committed.
+// Reservations are never deleted: a thread may still draw on one when another lets it go. They take eight bytes each.
 void vm_transfer(Reservation* r) {
-  held.fetch_sub(r->left.exchange(0));
-  delete r;
+  if (r) held.fetch_sub(r->left.exchange(0));
 }
 void vm_release(Reservation* r) {
+  if (!r) return;
   int64_t left = r->left.exchange(0);
   committed.fetch_sub(left);
   held.fetch_sub(left);
-  delete r;
 }
 // This thread's allocations draw on r (null: on nothing); returns what they drew on before.
 Reservation* vm_draw_on(Reservation* r, int own_move) {

@@ -7,25 +7,30 @@ exception would cross C++ frames. `PressureFn` therefore gives its answer as a v
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vram_magic.guard.build import build
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GRANTED", "INTERRUPTED", "CpuGuard", "PressureFn", "load_guard"]
+__all__ = ["GRANTED", "INTERRUPTED", "REFUSED", "CpuGuard", "PressureFn", "load_guard"]
 
-GRANTED, INTERRUPTED = 1, 2
-"""Bits of a pressure callback's answer: the bytes are committed; raise KeyboardInterrupt when the operation ends."""
+GRANTED, INTERRUPTED, REFUSED = 1, 2, 4
+"""Bits of a pressure callback's answer: the bytes are committed, or will not be; raise KeyboardInterrupt when the
+operation ends. An answer of 0 is none."""
 
 PressureFn = Callable[[int], int]
+
+_thread = threading.local()
 
 _int64, _pointer = ctypes.c_int64, ctypes.c_void_p
 _PRESSURE = ctypes.CFUNCTYPE(_int64, _int64)
@@ -59,6 +64,7 @@ def load_guard() -> CpuGuard:
         function.restype, function.argtypes = result, arguments
     guard = CpuGuard(library)
     os.register_at_fork(after_in_child=guard.disable)
+    atexit.register(guard.disable)  # what is allocated while Python ends has nobody left to ask
     return guard
 
 
@@ -69,14 +75,15 @@ class CpuGuard:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._callback = _PRESSURE()  # ctypes keeps no reference: a collected callback would crash the process
+        # ctypes keeps no reference, and a thread may still be inside an old one: a collected callback is a crash.
+        self._callbacks: list[Any] = []
         self._limit = 0
 
     def install(self, pressure: PressureFn) -> None:
         """Puts the guard in; from now on ``pressure(need_bytes)`` is asked before the limit would be passed."""
-        self._callback = _PRESSURE(pressure)
+        self._callbacks.append(_PRESSURE(pressure))
         raise_interrupt = ctypes.cast(ctypes.pythonapi.PyErr_SetInterrupt, ctypes.c_void_p)
-        self._library.vm_callbacks(self._callback, raise_interrupt)
+        self._library.vm_callbacks(self._callbacks[-1], raise_interrupt)
         self._library.vm_install()
 
     def uninstall(self) -> None:
@@ -156,11 +163,16 @@ class NativeReservation:
 
     @contextlib.contextmanager
     def draw(self, *, own_move: bool = False) -> Iterator[None]:
-        before = self._library.vm_draw_on(self._pointer, int(own_move))
+        # The thread's list, not "what was before": coroutines of one thread come and go in any order.
+        drawn: list[int | None] = _thread.__dict__.setdefault("drawn", [])
+        pointer = self._pointer
+        drawn.append(pointer)
+        self._library.vm_draw_on(pointer, int(own_move))
         try:
             yield
         finally:
-            self._library.vm_draw_on(before, 0)
+            drawn.remove(pointer)
+            self._library.vm_draw_on(drawn[-1] if drawn else None, 0)
 
     def spend(self, size_bytes: int) -> None:
         self._library.vm_spend(self._pointer, size_bytes)

@@ -12,6 +12,7 @@ method, so copies of a managed model are plain models.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from vram_magic.errors import UnknownModelError
 
 if TYPE_CHECKING:
     from vram_magic.models.managed import ManagedModel
@@ -54,7 +57,14 @@ class EntryPoint:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._bound:
-            args = (self._thing(), *args)
+            thing = self._thing()
+            if thing is None:
+                raise UnknownModelError(
+                    f"{self._name} was called of a model that is gone.\n0 B of it are left.\n"
+                    f"The last reference to {self._model.name!r} was deleted; a method alone does not keep it.\n"
+                    "Keep the model in a variable while you use its methods"
+                )
+            args = (thing, *args)
         registry, model = self._registry, self._model
         # A traced call computes through the same code; what runs the compiled code holds the lease.
         if torch.compiler.is_compiling() or registry.inside(model):
@@ -82,7 +92,7 @@ class EntryPoint:
         return inspect.signature(self._plain(self._thing()))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_thing", "_function", "_bound"):
+        if (name.startswith("__") and name not in _OF_METHODS) or name in ("_thing", "_function", "_bound"):
             raise AttributeError(name)
         return getattr(self._plain(self._thing()), name)
 
@@ -99,6 +109,7 @@ class EntryPoint:
         return f"<{self._name} of {self._model.name!r}, managed by vram_magic>"
 
 
+_OF_METHODS = {"__code__", "__defaults__", "__func__", "__globals__", "__kwdefaults__", "__self__"}
 _SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
@@ -134,8 +145,9 @@ async def _held_async_generator(
 ) -> AsyncGenerator[Any, Any]:
     lease = await registry.begin_async(model)
     try:
-        async for item in result:
-            yield item
+        async with contextlib.aclosing(result):
+            async for item in result:
+                yield item
     finally:
         registry.end(lease)
 

@@ -90,14 +90,14 @@ class ManagedModel(ABC):
         """(blocks whole on the device, blocks in all), as of the last look."""
 
     @abstractmethod
-    def candidates(self, *, proven: bool = False, frames_rest: bool = False) -> Candidates:
+    def candidates(self, *, proven: bool = False, may_rest: bool = False) -> Candidates:
         """What could leave; with ``proven`` only what is unmodified and safe in its own file.
 
-        ``frames_rest``: no operation is in progress anywhere, so a frame that refers to a weight does not use it.
+        ``may_rest``: the asker is in no operation, so its frames that refer to a weight do not use it.
         """
 
     @abstractmethod
-    def evict(self, parts: list[Any], *, only_proven: bool = False, frames_rest: bool = False) -> tuple[int, str]:
+    def evict(self, parts: list[Any], *, only_proven: bool = False, may_rest: bool = False) -> tuple[int, str]:
         """Moves parts out; returns the bytes that left and why others stayed."""
 
     @abstractmethod
@@ -173,8 +173,8 @@ class TorchModel(ManagedModel):
         sizes = self.body.figures.blocks
         return sum(resident == total for total, resident in sizes), len(sizes)
 
-    def candidates(self, *, proven: bool = False, frames_rest: bool = False) -> Candidates:
-        blocks = self.body.look_for_idle(frames_rest=frames_rest)
+    def candidates(self, *, proven: bool = False, may_rest: bool = False) -> Candidates:
+        blocks = self.body.look_for_idle(may_rest=may_rest)
         present = [block for block in blocks if block.resident_bytes]
         free = [block for block in present if not block.kept and (not proven or self.body.proven(block))]
         kept = next((block.kept for block in present if block.kept), "")
@@ -182,11 +182,11 @@ class TorchModel(ManagedModel):
             kept = "it was edited, or its file does not hold it"
         return Candidates(free, tuple(block.resident_bytes for block in free), kept)
 
-    def evict(self, parts: list[Block], *, only_proven: bool = False, frames_rest: bool = False) -> tuple[int, str]:
+    def evict(self, parts: list[Block], *, only_proven: bool = False, may_rest: bool = False) -> tuple[int, str]:
         # Children are watched before the first weight leaves: a call that comes in between must wait for us.
         self._entries.watch_children(self)
         self.body.wants_copies = self.residency == "host"
-        freed, stayed = self.body.evict(parts, only_proven=only_proven, frames_rest=frames_rest)
+        freed, stayed = self.body.evict(parts, only_proven=only_proven, may_rest=may_rest)
         self._sync_entries()
         return freed, stayed[0] if stayed else ""
 
@@ -218,6 +218,7 @@ class EngineModel(ManagedModel):
     def __init__(self, name: str, backend: Backend, declared_bytes: int, device: Device, workers: Workers) -> None:
         super().__init__(name)
         self._backend = backend
+        self._model_id = name  # the backend's word for it, whatever the model is called here
         self._declared_bytes = declared_bytes
         self._device = device
         self._workers = workers
@@ -244,15 +245,15 @@ class EngineModel(ManagedModel):
     def blocks(self) -> tuple[int, int]:
         return int(self._loaded), 1
 
-    def candidates(self, *, proven: bool = False, frames_rest: bool = False) -> Candidates:  # noqa: ARG002  no frames
+    def candidates(self, *, proven: bool = False, may_rest: bool = False) -> Candidates:  # noqa: ARG002  no frames
         if not self._loaded or proven:  # nothing of an engine can be proven
             return Candidates([], ())
         return Candidates([self], (self._declared_bytes,))
 
-    def evict(self, parts: list[Any], *, only_proven: bool = False, frames_rest: bool = False) -> tuple[int, str]:  # noqa: ARG002
+    def evict(self, parts: list[Any], *, only_proven: bool = False, may_rest: bool = False) -> tuple[int, str]:  # noqa: ARG002
         if not parts or not self._loaded or only_proven:
             return 0, ""
-        self._workers.run_coroutine(self._backend.unload(self.name))  # raises: nothing is counted free
+        self._workers.run_coroutine(self._backend.unload(self._model_id))  # raises: nothing is counted free
         self._loaded = False
         self._device.meter.give_back(self._declared_bytes)
         return self._declared_bytes, ""
@@ -264,7 +265,7 @@ class EngineModel(ManagedModel):
         self._workers.run_coroutine(self._load(reservation))
 
     async def _load(self, reservation: Reservation) -> None:
-        await self._backend.load(self.name)
+        await self._backend.load(self._model_id)
         # Here, at once: neither an interrupt nor a cancellation of who waits may keep it out of the books.
         reservation.spend(self._declared_bytes)
         self._loaded = True

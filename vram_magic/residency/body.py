@@ -17,23 +17,23 @@ and who asked.
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping
-from itertools import repeat
 
 import torch
 
 from vram_magic.devices.base import Device
 from vram_magic.devices.meter import Reservation
 from vram_magic.errors import BackingLostError
-from vram_magic.residency.checkpoint import TensorRange, torch_dtype_name
+from vram_magic.residency.checkpoint import TensorRange, WeightFile, torch_dtype_name
 from vram_magic.residency.digest import digest, digest_file, read_digested
-from vram_magic.residency.mapping import map_range, memory_at, was_written
+from vram_magic.residency.mapping import bury, map_range, memory_at, was_written
 from vram_magic.residency.parts import Block, Figures, Kept, Key, Record
 from vram_magic.residency.spans import Span, survey
 from vram_magic.residency.spill import SpillStore
-from vram_magic.residency.swap import SHARED, busy, explained, replace
+from vram_magic.residency.swap import SHARED, busy, harmless, replace
 
 __all__ = ["Body"]
 
@@ -78,15 +78,15 @@ class Body:
         self._measure(spans, blocks)
         return blocks
 
-    def look_for_idle(self, *, frames_rest: bool = False) -> list[Block]:
+    def look_for_idle(self, *, may_rest: bool = False) -> list[Block]:
         """`look`, with ``kept`` filled in for resident blocks that are in use.
 
-        ``frames_rest``: no operation is in progress anywhere, so a frame that refers to a weight does not use it.
+        ``may_rest``: the asker is in no operation, so its frames that refer to a weight do not use it.
         """
         blocks = self.look()
         for block in blocks:
             spans = [span for span in block.spans if span.owned]
-            reasons = map(busy, spans, repeat(None) if frames_rest else explained(spans))
+            reasons = map(busy, spans, harmless(spans, may_rest=may_rest))
             block.kept = next(filter(None, reasons), "")
         self.staying = next((block.kept for block in blocks if block.kept), "")
         return blocks
@@ -180,9 +180,7 @@ class Body:
 
     # ---------------------------------------------------------------------------------------------------- leaving
 
-    def evict(
-        self, blocks: list[Block], *, only_proven: bool = False, frames_rest: bool = False
-    ) -> tuple[int, list[str]]:
+    def evict(self, blocks: list[Block], *, only_proven: bool = False, may_rest: bool = False) -> tuple[int, list[str]]:
         """Moves the blocks out; returns the bytes that left and why others stayed.
 
         Each block is whole on one side afterwards. An OSError (a full disk) is a reason to stay, not an error.
@@ -191,7 +189,7 @@ class Body:
         freed, stayed = 0, []
         for block in reversed(blocks):
             try:
-                left, reason = self._evict_block(block, only_proven=only_proven, frames_rest=frames_rest)
+                left, reason = self._evict_block(block, only_proven=only_proven, may_rest=may_rest)
             except OSError as error:
                 left, reason = 0, error.strerror or str(error)
             freed += left
@@ -201,7 +199,7 @@ class Body:
         self.staying = stayed[0] if stayed else self.staying
         return freed, stayed
 
-    def _evict_block(self, block: Block, *, only_proven: bool, frames_rest: bool) -> tuple[int, str]:
+    def _evict_block(self, block: Block, *, only_proven: bool, may_rest: bool) -> tuple[int, str]:
         spans = [span for span in block.spans if span.owned]
         before = [self._back(span) for span in spans]
         if self.wants_copies and not only_proven:
@@ -211,7 +209,9 @@ class Body:
             return 0, "it was edited, or its file does not hold it"
         if unsafe:
             self._spill(unsafe)
-        return self._leave(spans, None if frames_rest else explained(spans))
+            if any(digest(span.bytes) != self._records[span.key].digest for span in unsafe):
+                return 0, "it was edited while it was leaving"
+        return self._leave(spans, may_rest=may_rest)
 
     def _back(self, span: Span) -> bool:
         """Whether the record's backing holds (or is about to be proven to hold) the span's bytes."""
@@ -240,11 +240,11 @@ class Body:
             record.file, record.offset, record.digest = file, offset, found
             record.edited |= record.origin is not None and not self.wants_copies
 
-    def _leave(self, spans: list[Span], explained_counts: list[list[int]] | None) -> tuple[int, str]:
+    def _leave(self, spans: list[Span], *, may_rest: bool) -> tuple[int, str]:
         """All spans become mappings of their backings, or none does."""
         moved: list[tuple[Span, Record]] = []
         reason = ""
-        for span, references in zip(spans, explained_counts or repeat(None), strict=False):
+        for span, references in zip(spans, harmless(spans, may_rest=may_rest), strict=True):
             record = self._records[span.key]
             assert record.file is not None  # noqa: S101  `_back` or `_spill` has seen to it
             record.mapping = map_range(record.file.fd, record.offset, record.nbytes)
@@ -266,7 +266,6 @@ class Body:
         before = span.key
         span.moved_to(record.mapping, owned=False)
         self._remember(span.key, record, before)
-        record.retired = None
         self._uncount([record])
         return record.nbytes
 
@@ -315,6 +314,7 @@ class Body:
         """Fills device memory with the span's true bytes; returns their hash when they come from its backing."""
         record, room = self._records[span.key], memory_at(memory.data_ptr(), span.nbytes)
         self._adopt_mapped_file(span, record)
+        self._check_file(span, record)
         # A record may be of memory that was here before and is gone. What is mapped here is certain: only if it is the
         # very place that the record names is the file read instead of it.
         here = record.file is not None and span.file_place == record.place
@@ -324,13 +324,23 @@ class Body:
             return None
         found = read_digested(record.file, record.offset, room)
         if record.digest is not None and found != record.digest:
-            raise BackingLostError(
-                f"The weights of {span.names[0]!r} cannot be loaded again.\n"
-                f"{record.nbytes} bytes at {record.offset} of {record.file.path} are not those that were there.\n"
-                "The file was written to after the model was loaded from it.\n"
-                "Restore the file, or load the model anew: %load_model NAME SOURCE"
-            )
+            raise _lost(span, record.file)
         return found
+
+    def _check_file(self, span: Span, record: Record) -> None:
+        """A mapped file that was cut kills whoever reads beyond its end; one that was rewritten shows other weights.
+
+        Where the hash is known it decides; a weight that a loader mapped has none yet, so any change is a loss.
+        """
+        origin = record.origin
+        mapped = span.file_place is not None and origin is not None
+        file = record.file or (origin.file if mapped and origin is not None else None)
+        if file is None or span.file_place is None:
+            return
+        if span.file_place[:2] != (file.identity.device, file.identity.inode) or file.unchanged():
+            return
+        if record.digest is None or os.fstat(file.fd).st_size < file.identity.size:
+            raise _lost(span, file)
 
     def _adopt_mapped_file(self, span: Span, record: Record) -> None:
         """A weight that a loader mapped straight from its origin needs no other proof than the place."""
@@ -357,7 +367,10 @@ class Body:
         if not self._replaced(span, span.retarget(memory), int(record.mapping is not None), deadline):
             self._device.freed(span.nbytes)
             return 0
-        record.retired, record.mapping = record.mapping, None  # a late reader of the mapping still finds it
+        found = self._with_late_edits(span, memory, found)
+        record.file = None if found is None else record.file
+        record.edited |= found is None and record.origin is not None and record.digest is not None
+        record.mapping = None
         record.digest, record.counted = found, True
         before = span.key
         span.moved_to(memory, owned=True)
@@ -365,11 +378,24 @@ class Body:
         return span.nbytes
 
     def _replaced(self, span: Span, fresh: list[torch.Tensor], holders: int, deadline: float) -> bool:
-        while not replace(span, fresh, holders=holders):
+        while not replace(span, fresh, *harmless([span], may_rest=True), holders=holders):
             if time.monotonic() > deadline:
                 return False  # someone computes with the mapping; it gives the right values where it is
             time.sleep(0.001)
         return True
+
+    def _with_late_edits(self, span: Span, memory: torch.Tensor, found: int | None) -> int | None:
+        """What was written to the mapping after it was read comes along: nobody reaches it now, so it is the last word.
+
+        Returns the hash of the backing, or None when the weights differ from it.
+        """
+        if found is not None and was_written(span.address, span.nbytes) is False:
+            return found
+        room = memory_at(memory.data_ptr(), span.nbytes)
+        if digest(span.bytes) == (digest(room) if found is None else found):
+            return found
+        room[:] = span.bytes
+        return None
 
     def read_back_spilled(self, reservation: Reservation | None) -> None:
         """Copies spilled weights into memory that the reservation pays for; then forgets all records.
@@ -385,10 +411,21 @@ class Body:
         self.forget()
 
 
+def _lost(span: Span, file: WeightFile) -> BackingLostError:
+    return BackingLostError(
+        f"The weights of {span.names[0]!r} cannot be loaded again.\n"
+        f"Their {span.nbytes} bytes in {file.path} are not those that were there.\n"
+        "The file was written to, or cut short, after the model was loaded from it.\n"
+        "Restore the file, or load the model anew: %load_model NAME SOURCE"
+    )
+
+
 def _undo(moved: list[tuple[Span, Record]]) -> None:
     for span, record in moved:
         for tensor, before in zip(span.tensors, span.original(), strict=True):
             tensor.data = before
+        if record.mapping is not None:
+            bury(record.mapping.untyped_storage())
         record.mapping = None
 
 

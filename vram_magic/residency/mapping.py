@@ -13,13 +13,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["FilePages", "file_pages", "map_range", "memory_at", "was_written"]
+__all__ = ["FilePages", "bury", "file_pages", "map_range", "memory_at", "was_written"]
 
 _PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,6 +43,21 @@ def map_range(fd: int, offset: int, size_bytes: int) -> torch.Tensor:
     pages = (ctypes.c_char * length).from_address(address)
     weakref.finalize(pages, _libc.munmap, address, length).atexit = False
     return torch.frombuffer(pages, dtype=torch.uint8, offset=offset - start, count=size_bytes)
+
+
+_GRAVE_S = 60.0
+_graves: deque[tuple[float, torch.UntypedStorage]] = deque()
+
+
+def bury(storage: torch.UntypedStorage) -> None:
+    """Keeps a mapping that nothing of ours refers to any more for a while: an operation may still be reading it.
+
+    It costs address space, not memory. No operation takes as long as `_GRAVE_S`.
+    """
+    now = time.monotonic()
+    _graves.append((now, storage))
+    while _graves and now - _graves[0][0] > _GRAVE_S:
+        _graves.popleft()
 
 
 def memory_at(address: int, size_bytes: int) -> memoryview:

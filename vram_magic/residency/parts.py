@@ -27,7 +27,6 @@ class Record:
     offset: int = 0
     digest: int | None = None
     mapping: torch.Tensor | None = None
-    retired: torch.Tensor | None = None
     edited: bool = False
     counted: bool = False
 

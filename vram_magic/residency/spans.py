@@ -9,6 +9,7 @@ Nothing is remembered here: a parameter that was replaced, an adapter that was a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -237,10 +238,12 @@ def _fixed(tensor: torch.Tensor, device_type: str) -> str:
 
 def _find_pages(spans: list[Span]) -> None:
     mapped = [span for span in spans if not span.owned and not span.fixed]
-    pages = file_pages() if mapped else []
+    pages = file_pages() if mapped else []  # in the order of addresses
+    starts = [page.start for page in pages]
     for span in mapped:
         address = span.address
-        span.pages = next((p for p in pages if p.start <= address and address + span.nbytes <= p.end), None)
+        page = pages[max(bisect_right(starts, address) - 1, 0)] if pages else None
+        span.pages = page if page and page.start <= address and address + span.nbytes <= page.end else None
         if span.pages is None:
             span.fixed = "in memory that torch does not own (numpy's, or shared)"
 

@@ -54,7 +54,7 @@ class SpillStore:
 
     @property
     def folder(self) -> Path:
-        if self._folder is None:
+        if self._folder is None or not self._folder.is_dir():  # somebody may tidy up temporary folders
             self._base.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._base.stat().st_uid != os.getuid():
                 raise PermissionError(errno.EPERM, "the spill folder belongs to somebody else", str(self._base))
@@ -93,7 +93,9 @@ class SpillStore:
         """Bytes of disk that the files take."""
         if self._folder is None:
             return 0
-        return sum(file.stat().st_size for file in self._folder.iterdir() if file.exists())
+        with contextlib.suppress(OSError):
+            return sum(file.stat().st_size for file in self._folder.iterdir())
+        return 0
 
     def _owned(self, path: Path, fd: int) -> WeightFile:
         file = WeightFile(path, fd, FileIdentity.of(fd))

@@ -8,10 +8,10 @@ a second thread and live autograd graphs):
 * each tensor's use count: an operation or an autograd graph holds it
 * each Python object's reference count: a frame holds it; ``w.sum(0)`` shows nowhere else
 
-The counts must equal those that the model itself explains. Reference counts above it may still be explained by lists
-and dicts on the heap (an optimizer, a notebook variable): those do not run. Only a frame, or C code, is left then. That
-is a danger in the middle of an operation, and while another thread runs; else frames rest (`frames_rest`), and a local
-variable that names a weight does not keep it.
+The counts must equal those that the model itself explains. Reference counts above it may still be explained by what
+rests on the heap (an optimizer, a notebook variable): that does not run. Only a frame, or C code, is left then. That is
+a danger in the middle of an operation, and while another thread runs; else frames rest (`frames_rest`), all references
+are harmless, and a local variable that names a weight does not keep it.
 
 The look and the replacement must be one step, or another thread starts an operation in between. `replace` does both
 inside a single call into C iterators: the interpreter hands the GIL over between bytecodes, and there are none inside.
@@ -32,24 +32,31 @@ import torch
 
 from vram_magic.residency.spans import Span
 
-__all__ = ["SHARED", "all_rest", "busy", "explained", "frames_rest", "replace"]
+__all__ = ["SHARED", "all_rest", "busy", "explained", "frames_rest", "harmless", "replace"]
 
 _refcounts = sys.getrefcount
 _use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
 _storage_use_count = torch._C._storage_Use_Count
-_version = operator.attrgetter("_version")
 _OVERHEAD = next(map(_refcounts, [object()]))  # the list that holds it and the call itself
 
 SHARED = "another tensor shares its memory"
 
-# What holds a reference without running: a tuple or a frame may be the arguments of a call in progress.
-_RESTING = (dict, list, set, types.CellType)
+# What may hold a reference for a call in progress: frames, argument tuples, and the very method that is being called.
+_RUNNING = (
+    tuple, types.FrameType, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType,
+    types.BuiltinMethodType, types.MethodType, types.MethodWrapperType,
+)  # fmt: skip
 
-# Where threads wait: what stands on top of a resting thread's stack.
+# Where threads wait: what stands on top of a resting thread's stack. By function, since `Thread.run` and a pool's
+# worker call what they were given directly, and that may be an operation.
 _WAITING = {
-    "asyncio", "concurrent", "execnet", "ipykernel", "multiprocessing", "queue", "select", "selectors", "socket", "ssl",
-    "subprocess", "threading", "tornado", "zmq",
+    ("threading", "wait"), ("threading", "_wait_for_tstate_lock"), ("threading", "join"), ("threading", "_shutdown"),
+    ("queue", "get"), ("selectors", "select"), ("concurrent.futures.thread", "_worker"),
+    ("multiprocessing.connection", "wait"), ("subprocess", "_try_wait"), ("subprocess", "wait"),
+    ("socket", "accept"), ("socket", "readinto"), ("ssl", "read"),
+    ("vram_magic.workers", "_work"), ("vram_magic.workers", "wait"),
 }  # fmt: skip
+_WAITING_PACKAGES = {"execnet", "ipykernel", "zmq"}
 
 
 def busy(span: Span, references: list[int] | None = None, *, holders: int = 0) -> str:
@@ -72,13 +79,10 @@ def replace(span: Span, fresh: list[torch.Tensor], references: list[int] | None 
     """Gives each of the span's tensors the data of its counterpart in ``fresh``, all or none; False: it is in use.
 
     The span still holds the old memory, so nothing is freed here. Without ``references`` Python's reference counts are
-    left out: right when the old memory stays valid for late readers.
+    left out: only where the old memory stays valid for late readers, and late writers are looked for.
     """
     tensors = span.tensors
-    looks = [
-        map(operator.eq, map(_use_count, tensors), span.uses),
-        map(operator.eq, map(_version, tensors), list(map(_version, tensors))),
-    ]
+    looks = [map(operator.eq, map(_use_count, tensors), span.uses)]
     if span.alone:
         looks.append(map(operator.eq, map(_storage_use_count, [span.memory._cdata]), [_owners(span, holders)]))
     if references is not None:
@@ -89,8 +93,21 @@ def replace(span: Span, fresh: list[torch.Tensor], references: list[int] | None 
     return bool(done)
 
 
+def harmless(spans: list[Span], *, may_rest: bool) -> list[list[int]]:
+    """For each span the reference counts at which nothing runs.
+
+    ``may_rest``: the asker is in no operation. If no other thread is either, before and after the look, the counts as
+    they are mean nothing but names. Else those count that are explained.
+    """
+    if may_rest and frames_rest():
+        counts = [list(map(_refcounts, span.tensors)) for span in spans]
+        if frames_rest():
+            return counts
+    return explained(spans)
+
+
 def explained(spans: list[Span]) -> list[list[int]]:
-    """For each span the reference counts that are harmless.
+    """For each span the reference counts that are harmless whatever runs.
 
     They are those of the model's own places and of containers that rest on the heap; the real counts differ where a
     frame or C code holds a tensor.
@@ -132,8 +149,8 @@ def _stacks() -> dict[int, types.FrameType]:
     takes the lock again: the process hangs (python/cpython#106883; seen with 3.11.7). So no collection may start.
     """
     collecting = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         return sys._current_frames()
     finally:
         if collecting:
@@ -142,7 +159,7 @@ def _stacks() -> dict[int, types.FrameType]:
 
 def _rests(frame: types.FrameType) -> bool:
     module = str(frame.f_globals.get("__name__"))
-    if module != "vram_magic.workers" and module.partition(".")[0] not in _WAITING:
+    if (module, frame.f_code.co_name) not in _WAITING and module.partition(".")[0] not in _WAITING_PACKAGES:
         return False
     below: types.FrameType | None = frame
     while below is not None:
@@ -153,13 +170,13 @@ def _rests(frame: types.FrameType) -> bool:
 
 
 def _resting_references(spans: list[Span]) -> Counter[int]:
-    """How often containers that rest on the heap refer to each tensor (by id), the spans' own lists included.
+    """How often what rests on the heap refers to each tensor (by id), the spans' own lists included.
 
     One pass of the garbage collector's lists (tens of milliseconds); it collects nothing and runs no finaliser.
     """
     tensors = [tensor for span in spans for tensor in span.tensors]
     wanted = set(map(id, tensors))
-    holders = [h for h in gc.get_referrers(*tensors) if isinstance(h, _RESTING) and h is not tensors]
+    holders = [h for h in gc.get_referrers(*tensors) if not isinstance(h, _RUNNING) and h is not tensors]
     return Counter(filter(wanted.__contains__, map(id, gc.get_referents(*holders))))
 
 
