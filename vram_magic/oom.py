@@ -50,6 +50,7 @@ def refusal(
     spared: Mapping[str, str],
     missing_bytes: int,
     left: str,
+    wanted_budget_bytes: int | None = None,
 ) -> VRAMOutOfMemoryError:
     """The error for a request that cannot be met.
 
@@ -60,11 +61,12 @@ def refusal(
         for name, size in sorted(holders.items(), key=lambda item: -item[1])
         if size
     )
+    remedy = _remedy(needed_bytes, missing_bytes, wanted_budget_bytes or budget_bytes, holders, spared)
     text = (
         f"Not enough memory on {device}: {what}.\n"
         f"The budget is {format_size(budget_bytes)}, {format_size(max(free_bytes, 0))} of it are free"
         f"{left and f'; {left} left and it was not enough'}.\n"
-        f"Held by: {held or 'nobody'}.\n{_remedy(needed_bytes, missing_bytes, budget_bytes, holders, spared)}"
+        f"Held by: {held or 'nobody'}.\n{remedy}"
     )
     return VRAMOutOfMemoryError(
         text, needed_bytes=needed_bytes, free_bytes=free_bytes, budget_bytes=budget_bytes, holders=holders

@@ -205,7 +205,7 @@ class Reclaimer:
                 return Room(None, decision.freed_bytes, error, busy)
 
     def _may_collect(self, decision: _Decision) -> bool:
-        """Before giving up, once: a failed call's tensors may hang in cycles. It costs, so only if they could be enough."""
+        """Before giving up, once: a failed call's tensors may hang in cycles. It costs: only if they may be enough."""
         missing = decision.plan.missing_bytes if decision.plan else 0
         if decision.collected or not decision.may_rest or self.holders().get(_OTHER, 0) < missing:
             return False
@@ -381,7 +381,8 @@ class Reclaimer:
             what=f"{request.asked_by or 'this request'} {decision.verb} {format_size(needed)}",
             needed_bytes=needed,
             free_bytes=free,
-            budget_bytes=self._device.budget_bytes if budget is None else budget,
+            budget_bytes=self._device.budget_bytes,
+            wanted_budget_bytes=budget,
             holders=self.holders(),
             spared=spared,
             missing_bytes=decision.plan.missing_bytes if decision.plan else 0,
