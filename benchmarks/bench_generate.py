@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import vram_magic as vm
 
-ROUNDS, TOKENS = 60, 24
+ROUNDS, TOKENS = 150, 24
 
 
 def tiny_llama() -> LlamaForCausalLM:

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 from vram_magic.errors import UnknownModelError
 from vram_magic.explain import why
 from vram_magic.models.managed import EngineModel, ManagedModel, TorchModel
+from vram_magic.policy import RESIDENCIES
 from vram_magic.sizes import format_size
 
 if TYPE_CHECKING:
     from vram_magic.core import Core
     from vram_magic.registry import Lease
 
-__all__ = ["RESIDENCIES", "Handle", "LeaseContext"]
-
-RESIDENCIES = ("auto", "device", "host", "disk")
+__all__ = ["Handle", "LeaseContext", "check_residency"]
 
 
 class Handle:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_TIERS",
+    "RESIDENCIES",
     "ModelState",
     "Plan",
     "Request",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 DEFAULT_TIERS: Mapping[str, int] = {"llm": 0, "tts": 1, "asr": 2}
+RESIDENCIES = ("auto", "device", "host", "disk")
 
 
 @dataclass(frozen=True, slots=True)

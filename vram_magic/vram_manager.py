@@ -116,14 +116,6 @@ class VRAMManager:
                 _open.pop(self.device, None)
             self._core.workers.close()
 
-    @property
-    def _registry(self) -> Any:
-        return self._core.registry
-
-    @property
-    def _closed(self) -> bool:
-        return self._core.closed
-
     def __repr__(self) -> str:
         used, budget = format_size(self.used_bytes), format_size(self.budget_bytes)
         return f"<VRAMManager on {self.device}: {used} of {budget} used, {len(self._core.registry.models)} models>"

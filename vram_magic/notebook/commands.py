@@ -19,15 +19,15 @@ from vram_magic.notebook.arguments import Arguments
 from vram_magic.notebook.panel import close_panel, open_panel
 from vram_magic.notebook.progress import progress
 from vram_magic.notebook.report import Report
+from vram_magic.policy import RESIDENCIES
 from vram_magic.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from vram_magic.handle import Handle
     from vram_magic.vram_manager import VRAMManager
 
-__all__ = ["COMMANDS", "RESIDENCIES", "run"]
+__all__ = ["COMMANDS", "run"]
 
-RESIDENCIES = ("auto", "device", "host", "disk")
 _LOGGED = 10  # records
 
 

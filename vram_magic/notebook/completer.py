@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
-from vram_magic.notebook.commands import COMMANDS, RESIDENCIES
+from vram_magic.notebook.commands import COMMANDS
 from vram_magic.notebook.current import managed_models, open_manager
-from vram_magic.policy import DEFAULT_TIERS
+from vram_magic.policy import DEFAULT_TIERS, RESIDENCIES
 
 __all__ = ["complete", "make_matcher"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vram_magic.notebook.commands import RESIDENCIES
+from vram_magic.policy import RESIDENCIES
 
 if TYPE_CHECKING:
     from vram_magic.notebook.arguments import Arguments
