@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import vram_magic as vm
+from vram_magic.workers import Outcome, settled
 
 MIB = 1 << 20
 ROUNDS = 400
@@ -71,3 +72,22 @@ def test_interrupts_at_random_moments_leave_all_whole(tmp_path):
     meter = mgr._core.device.meter
     assert meter.committed_bytes == meter.live_bytes
     mgr.close()
+
+
+def test_an_interrupted_wait_releases_what_was_reserved_while_its_traceback_is_still_shown():
+    outcome, released = Outcome(), []
+
+    class Room:
+        def release(self) -> None:
+            released.append(True)
+
+    def interrupted() -> None:
+        outcome.wait = wait
+        raise KeyboardInterrupt
+
+    wait, outcome.wait = outcome.wait, interrupted
+    outcome.finish(Room())
+    with pytest.raises(KeyboardInterrupt) as shown:
+        settled(outcome)
+    assert released == [True]
+    assert shown.traceback is not None

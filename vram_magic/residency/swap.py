@@ -62,8 +62,8 @@ _WAITING_PACKAGES = {"execnet", "ipykernel", "zmq"}
 def busy(span: Span, references: list[int] | None = None, *, holders: int = 0) -> str:
     """Why the span's memory cannot be replaced now, or an empty string. A look only: it may be out of date at once.
 
-    ``references`` are the harmless counts from `explained`; ``holders`` is the number of tensors of our own over the
-    same memory.
+    ``references`` are the counts from `harmless`, or None to leave them out; ``holders`` is how many tensors of our
+    own lie over the same memory.
     """
     tensors = span.tensors
     if span.alone and _storage_use_count(span.memory._cdata) != _owners(span, holders):
@@ -75,18 +75,18 @@ def busy(span: Span, references: list[int] | None = None, *, holders: int = 0) -
     return ""
 
 
-def replace(span: Span, fresh: list[torch.Tensor], references: list[int] | None = None, *, holders: int = 0) -> bool:
+def replace(span: Span, fresh: list[torch.Tensor], references: list[int], *, holders: int = 0) -> bool:
     """Gives each of the span's tensors the data of its counterpart in ``fresh``, all or none; False: it is in use.
 
-    The span still holds the old memory, so nothing is freed here. Without ``references`` Python's reference counts are
-    left out: only where the old memory stays valid for late readers, and late writers are looked for.
+    The span still holds the old memory, so nothing is freed here. ``references`` and ``holders`` as for `busy`.
     """
     tensors = span.tensors
-    looks = [map(operator.eq, map(_use_count, tensors), span.uses)]
+    looks = [
+        map(operator.eq, map(_use_count, tensors), span.uses),
+        map(operator.eq, map(_refcounts, tensors), references),
+    ]
     if span.alone:
         looks.append(map(operator.eq, map(_storage_use_count, [span.memory._cdata]), [_owners(span, holders)]))
-    if references is not None:
-        looks.append(map(operator.eq, map(_refcounts, tensors), references))
     idle = map(all, [chain.from_iterable(looks)])
     # One call into C: from the first look to the last replacement no other thread runs.
     done = list(map(setattr, chain.from_iterable(compress([tensors], idle)), repeat("data"), fresh))
@@ -109,8 +109,8 @@ def harmless(spans: list[Span], *, may_rest: bool) -> list[list[int]]:
 def explained(spans: list[Span]) -> list[list[int]]:
     """For each span the reference counts that are harmless whatever runs.
 
-    They are those of the model's own places and of containers that rest on the heap; the real counts differ where a
-    frame or C code holds a tensor.
+    They are those of the model's own places and of whatever rests on the heap; the real counts differ where a frame or
+    C code holds a tensor.
     """
     by_slots = [[_OVERHEAD + slots for slots in span.slots] for span in spans]
     odd = [s for s, expected in zip(spans, by_slots, strict=True) if list(map(_refcounts, s.tensors)) != expected]
