@@ -1,9 +1,69 @@
-"""What the tests share: a notebook in this process, with the extension loaded."""
+"""What the tests share: the device that they run on, its manager, and a notebook in this process.
 
+By default all run on the CPU; with ``VRAM_MAGIC_TEST_DEVICE=cuda`` the same ones run on a simulated GPU (`simulated`),
+which must be in the process before torch is: so `place` is imported first of all.
+"""
+
+import contextlib
 import gc
+import os
 import sys
+from pathlib import Path
 
 import pytest
+from simulated import SimulationUnavailable
+
+try:
+    from place import DEVICE
+except SimulationUnavailable as reason:
+    pytest.exit(f"skipped: {reason}", returncode=0)
+
+__all__ = ["DEVICE"]
+
+CPU_ONLY = {
+    "no device": "it touches no device, so one run is enough",
+    "numpy": "numpy sees tensors of the CPU only",
+    "mapping": "a model of the CPU device can be mapped from its file and resident; one of an accelerator cannot",
+    "allocator": "it is about torch's CPU allocator and its guard",
+    "kernel": "a kernel of its own starts without the simulation",
+    "fork": "a forked child cannot use a CUDA device at all",
+    "compiler": "the simulation has no code generator",
+}
+"""Why a test marked ``cpu_only(KEY)`` is skipped on the simulated GPU."""
+
+# Scripts that tests start find `place`.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "cpu_only(key): skipped on the simulated GPU, for the reason in conftest.py")
+    config.addinivalue_line("markers", "simulation_only: skipped without the simulated GPU")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        marker = item.get_closest_marker("cpu_only")
+        if marker and DEVICE != "cpu":
+            item.add_marker(pytest.mark.skip(reason=f"not on the simulated GPU: {CPU_ONLY[marker.args[0]]}"))
+        elif item.get_closest_marker("simulation_only") and DEVICE == "cpu":
+            item.add_marker(pytest.mark.skip(reason="not on the simulated GPU: VRAM_MAGIC_TEST_DEVICE=cuda"))
+
+
+@pytest.fixture
+def manager_options():
+    """What a file's `mgr` is made with, besides the device; files replace it."""
+    return {}
+
+
+@pytest.fixture
+def mgr(tmp_path, manager_options):
+    """A manager of the device with much room, blocks of 1 MiB, and a spill folder of its own."""
+    import vram_magic as vm
+
+    options = {"budget": "1GiB", "block_bytes": "1MiB", "spill_dir": tmp_path / "spill"} | manager_options
+    gc.collect()  # what an earlier test's traceback held would be freed in the middle of this one
+    with contextlib.closing(vm.VRAMManager(device=DEVICE, **options)) as manager:
+        yield manager
 
 
 class Notebook:
@@ -70,11 +130,12 @@ def _let_go_of(shell):
 
 @pytest.fixture
 def notebook(bare_notebook):
-    """A notebook with the extension, a budget of 64 MiB, and `build`, which builds a stack of 1 MiB layers."""
+    """A notebook with the extension, a budget of 64 MiB, and `build`, which builds a stack of 1 MiB layers there."""
     bare_notebook.run("%load_ext vram_magic")
     bare_notebook.run("%vram budget 64MiB")
-    bare_notebook.run("import gc, torch\nfrom torch import nn")
+    bare_notebook.run("import gc, torch\nfrom torch import nn\nfrom place import DEVICE")
     bare_notebook.run(
-        "def build(layers=4): return nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(layers)])"
+        "def build(layers=4):\n"
+        "    return nn.Sequential(*[nn.Linear(512, 512, bias=False, device=DEVICE) for _ in range(layers)])"
     )
     return bare_notebook

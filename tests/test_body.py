@@ -43,12 +43,12 @@ def test_a_record_of_other_memory_at_the_same_address_gives_no_wrong_weights(tmp
     elsewhere.look()
     load(elsewhere)
     elsewhere.evict(elsewhere.look())
-    (stale,) = elsewhere._records.values()
+    (stale,) = elsewhere._records._own.values()
     assert stale.file is not None
     body.look()
-    (key,) = body._records
-    stale.mapping = None
-    body._records[key] = body._shared[key] = stale
+    (key,) = body.keys
+    stale.stand_in = None
+    body._records._remember(key, stale)
     load(body)
     assert torch.equal(model.weight, expected)
 

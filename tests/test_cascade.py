@@ -1,4 +1,4 @@
-"""The cascade with real modules on the CPU device, through both doors: the Python API and the magics.
+"""The cascade with real modules, through both doors: the Python API and the magics.
 
 Without these the planner may decide rightly while other bytes leave: too many of them, from the wrong end, more than
 the device then measures as free, or with weights that come back changed.
@@ -14,6 +14,7 @@ from ctypes import string_at
 import numpy as np
 import pytest
 import torch
+from place import DEVICE
 from safetensors.numpy import save_file
 
 import vram_magic as vm
@@ -23,15 +24,19 @@ pytestmark = pytest.mark.timeout(60)
 
 UNIT = 2**20
 SLACK = UNIT // 4  # inputs and results of the calls; less than a block
-X = torch.linspace(-1, 1, 512)[None]
+X = torch.linspace(-1, 1, 512, device=DEVICE)[None]
 
 
-def build(units: int) -> torch.nn.Module:
-    return torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(units)])  # 512 * 512 * 4 bytes
+def build(units: int, device: str = DEVICE) -> torch.nn.Module:
+    layers = [torch.nn.Linear(512, 512, bias=False, device=device) for _ in range(units)]  # 512 * 512 * 4 bytes
+    return torch.nn.Sequential(*layers)
 
 
 def contents(model: torch.nn.Module) -> list[tuple[int, bytes]]:
-    """Each parameter's identity and bytes, in memory that torch does not count."""
+    """Each parameter's identity and bytes, in memory that torch does not count.
+
+    The simulated GPU's memory is the processor's, too.
+    """
     return [(id(p), string_at(p.data_ptr(), p.nbytes)) for p in model.parameters()]
 
 
@@ -64,7 +69,7 @@ class PythonDoor:
         return self.variables[name](X).detach()
 
     def allocate(self, size_bytes):
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device=DEVICE)
 
     def delete(self, name):
         del self.variables[name]
@@ -77,7 +82,7 @@ class MagicDoor:
         self.mgr = mgr
         self.shell = shell
         self.variables = shell.user_ns
-        shell.push({"build": build, "torch": torch, "X": X})
+        shell.push({"build": build, "torch": torch, "X": X, "DEVICE": DEVICE})
         self._run("%load_ext vram_magic")
 
     def load(self, name, units, tier, **options):
@@ -105,7 +110,7 @@ class MagicDoor:
         return self.variables.pop("result")
 
     def allocate(self, size_bytes):
-        self._run(f"result = torch.empty({size_bytes}, dtype=torch.uint8)")
+        self._run(f"result = torch.empty({size_bytes}, dtype=torch.uint8, device=DEVICE)")
         return self.variables.pop("result")
 
     def delete(self, name):
@@ -121,7 +126,7 @@ class MagicDoor:
 def door(request, tmp_path):
     shell = request.getfixturevalue("bare_notebook").shell if request.param == "magic" else None
     gc.collect()
-    mgr = vm.VRAMManager(device="cpu", budget="1GiB", block_bytes=UNIT, spill_dir=tmp_path / "spill")
+    mgr = vm.VRAMManager(device=DEVICE, budget="1GiB", block_bytes=UNIT, spill_dir=tmp_path / "spill")
     made = PythonDoor(mgr) if shell is None else MagicDoor(mgr, shell)
     made.base_bytes = mgr.used_bytes
     mgr.budget_bytes = made.base_bytes + 16 * UNIT + SLACK
@@ -161,7 +166,7 @@ def test_tiers_give_way_in_their_order_from_the_tail_and_only_as_much_as_needed(
     for old, size in there.items():
         door.load(f"old_{old}", size, old)
     before = {name: contents(door.variables[name]) for name in door.mgr.models}
-    results = {name: door.call(name).numpy().tobytes() for name in door.mgr.models if name != "new"}
+    results = {name: door.call(name).cpu().numpy().tobytes() for name in door.mgr.models if name != "new"}
     for old in there:
         door.mgr[f"old_{old}"].load()
     assert resident(door) == {f"old_{old}": size for old, size in there.items()}
@@ -179,7 +184,7 @@ def test_tiers_give_way_in_their_order_from_the_tail_and_only_as_much_as_needed(
     for name, kept in before.items():
         assert contents(door.variables[name]) == kept
     for name, result in results.items():
-        assert door.call(name).numpy().tobytes() == result
+        assert door.call(name).cpu().numpy().tobytes() == result
     assert door.mgr.peak_bytes <= door.mgr.budget_bytes
 
 
@@ -241,8 +246,7 @@ def test_a_file_that_can_never_fit_leaves_every_model_where_it_was(door, tmp_pat
         door.load(f"old_{tier}", units, tier)
     weights = {f"{i}.weight": np.zeros((512, 512), np.float32) for i in range(17)}
     save_file(weights, tmp_path / "giant.safetensors")
-    with torch.device("meta"):
-        into = build(17)
+    into = build(17, "meta")
     with pytest.raises(vm.VRAMOutOfMemoryError) as refused:
         door.load_file("giant", tmp_path / "giant.safetensors", into)
     assert "giant" not in door.mgr

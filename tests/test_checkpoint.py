@@ -22,6 +22,8 @@ from vram_magic.residency.checkpoint import (
     torch_dtype_name,
 )
 
+pytestmark = pytest.mark.cpu_only("no device")
+
 FIRST, SECOND, INDEX = (
     "model-00001-of-00002.safetensors",
     "model-00002-of-00002.safetensors",

@@ -5,12 +5,11 @@ Without this a resident model either starves its neighbour, or leaves and loses 
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
+from place import DEVICE
 from safetensors.torch import save_file
 from torch import nn
 
@@ -19,16 +18,8 @@ import vram_magic as vm
 MIB = 1 << 20
 
 
-@pytest.fixture
-def mgr(tmp_path) -> Iterator[vm.VRAMManager]:
-    manager = vm.VRAMManager(device="cpu", budget="1GiB", block_bytes="1MiB", spill_dir=tmp_path / "spill")
-    gc.collect()  # what an earlier test's traceback held would be freed in the middle of this one
-    yield manager
-    manager.close()
-
-
 def layers(count: int) -> nn.Module:
-    return nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(count)])  # 1 MiB each
+    return nn.Sequential(*[nn.Linear(512, 512, bias=False, device=DEVICE) for _ in range(count)])  # 1 MiB each
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 
 import vram_magic as vm
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.cpu_only("no device")]
 
 GiB = 2**30
 

@@ -13,6 +13,7 @@ import time
 
 import pytest
 import torch
+from place import DEVICE
 from torch import nn
 
 import vram_magic as vm
@@ -24,9 +25,9 @@ ROUNDS = 400
 
 @pytest.mark.timeout(120)
 def test_interrupts_at_random_moments_leave_all_whole(tmp_path):
-    mgr = vm.VRAMManager(device="cpu", budget="1GiB", block_bytes="1MiB", spill_dir=tmp_path)
-    models = [nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)]) for _ in range(2)]
-    x = torch.randn(1, 512)
+    mgr = vm.VRAMManager(device=DEVICE, budget="1GiB", block_bytes="1MiB", spill_dir=tmp_path)
+    models = [nn.Sequential(*[nn.Linear(512, 512, bias=False, device=DEVICE) for _ in range(4)]) for _ in range(2)]
+    x = torch.randn(1, 512, device=DEVICE)
     armed, done = [False], threading.Event()  # a list: an Event's own lock would not survive the interrupts
 
     def handler(*_: object) -> None:

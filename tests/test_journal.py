@@ -15,6 +15,8 @@ import pytest
 from vram_magic.journal import Journal, Record, StepTaken
 from vram_magic.policy import ModelState, Request, Snapshot, plan
 
+pytestmark = pytest.mark.cpu_only("no device")
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path

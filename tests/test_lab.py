@@ -14,6 +14,8 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 
 from playwright.sync_api import expect, sync_playwright
 
+pytestmark = pytest.mark.cpu_only("kernel")
+
 CELLS = [
     """\
 %load_ext vram_magic

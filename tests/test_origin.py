@@ -18,6 +18,8 @@ from vram_magic.errors import SourceError
 from vram_magic.models.origin import find_origin, state_entries
 from vram_magic.residency.checkpoint import TensorRange, torch_dtype_name
 
+pytestmark = pytest.mark.cpu_only("no device")
+
 TINY = {
     "vocab_size": 32,
     "hidden_size": 16,

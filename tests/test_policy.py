@@ -12,6 +12,8 @@ import pytest
 
 from vram_magic.policy import DEFAULT_TIERS, ModelState, Plan, Request, Snapshot, plan, to_json
 
+pytestmark = pytest.mark.cpu_only("no device")
+
 GiB = 2**30
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,8 @@ from vram_magic.policy import (
     snapshot_from_json,
     to_json,
 )
+
+pytestmark = pytest.mark.cpu_only("no device")
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

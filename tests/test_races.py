@@ -9,11 +9,11 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from place import DEVICE
 from torch import nn
 
 import vram_magic as vm
@@ -21,16 +21,9 @@ import vram_magic as vm
 MIB = 1 << 20
 
 
-@pytest.fixture
-def mgr(tmp_path) -> Iterator[vm.VRAMManager]:
-    manager = vm.VRAMManager(device="cpu", budget="1GiB", block_bytes="1MiB", spill_dir=tmp_path)
-    yield manager
-    manager.close()
-
-
 @pytest.mark.timeout(60)
 def test_no_edit_of_another_thread_is_lost_between_evictions_and_loads(mgr):
-    model = nn.Linear(1024, 1024, bias=False).requires_grad_(requires_grad=False)
+    model = nn.Linear(1024, 1024, bias=False, device=DEVICE).requires_grad_(requires_grad=False)
     model.weight.zero_()
     handle = mgr.register("model", model)
     done, edits = threading.Event(), [0]
@@ -53,7 +46,7 @@ def test_no_edit_of_another_thread_is_lost_between_evictions_and_loads(mgr):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("end", ["load", "forget", "close"])
 def test_a_reader_of_an_evicted_weight_survives_what_becomes_of_it(mgr, end):
-    model = nn.Linear(1024, 1024, bias=False).requires_grad_(requires_grad=False)
+    model = nn.Linear(1024, 1024, bias=False, device=DEVICE).requires_grad_(requires_grad=False)
     expected = model.weight.lgamma()
     handle = mgr.register("model", model)
     for _ in range(3):
@@ -79,7 +72,7 @@ def test_a_reader_of_an_evicted_weight_survives_what_becomes_of_it(mgr, end):
 
 @pytest.mark.timeout(60)
 def test_a_method_that_a_pool_calls_directly_keeps_its_weight(mgr):
-    model = nn.Linear(1024, 1024, bias=False).requires_grad_(requires_grad=False)
+    model = nn.Linear(1024, 1024, bias=False, device=DEVICE).requires_grad_(requires_grad=False)
     expected = model.weight.sort(1).values
     handle = mgr.register("model", model)
     with ThreadPoolExecutor(1) as pool:
@@ -127,7 +120,7 @@ def test_a_refused_call_keeps_no_tensor_of_its_caller(mgr):
     try:
 
         def call() -> weakref.ref:
-            big = torch.empty(MIB, dtype=torch.uint8)
+            big = torch.empty(MIB, dtype=torch.uint8, device=DEVICE)
             with pytest.raises(vm.VRAMOutOfMemoryError):
                 mgr.make_room("1GiB")
             return weakref.ref(big)

@@ -5,28 +5,16 @@ Without this an eviction of one pipeline takes the text encoder from under anoth
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 import torch
+from place import DEVICE
 from torch import nn
-
-import vram_magic as vm
 
 MIB = 1 << 20
 
 
-@pytest.fixture
-def mgr(tmp_path) -> Iterator[vm.VRAMManager]:
-    manager = vm.VRAMManager(device="cpu", budget="1GiB", block_bytes="1MiB", spill_dir=tmp_path)
-    gc.collect()  # what an earlier test's traceback held would be freed in the middle of this one
-    yield manager
-    manager.close()
-
-
 def layer() -> nn.Linear:
-    return nn.Linear(512, 512, bias=False)  # 1 MiB
+    return nn.Linear(512, 512, bias=False, device=DEVICE)  # 1 MiB
 
 
 @pytest.fixture
@@ -47,7 +35,7 @@ def test_shared_bytes_are_counted_once(mgr, pair):
 
 def test_the_other_model_runs_right_after_one_was_evicted(mgr, pair):
     first, second = pair
-    x = torch.randn(2, 512)
+    x = torch.randn(2, 512, device=DEVICE)
     with torch.no_grad():
         expected = first(x), second(x)
         assert mgr["first"].evict() == 2 * MIB

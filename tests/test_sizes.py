@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from vram_magic.sizes import bytes_to_gb, format_blocks, format_size, gb_to_bytes, parse_size
 
+pytestmark = pytest.mark.cpu_only("no device")
+
 
 @pytest.mark.parametrize(
     ("text", "size"),

@@ -21,6 +21,8 @@ from vram_magic.errors import SourceError
 from vram_magic.models.holding import holds_modules, modules_of
 from vram_magic.models.sources import resolve
 
+pytestmark = pytest.mark.cpu_only("no device")
+
 TINY = {
     "vocab_size": 32,
     "hidden_size": 16,

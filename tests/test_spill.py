@@ -10,23 +10,22 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from place import DEVICE
 
 import vram_magic as vm
 from vram_magic.residency.spill import SpillStore
 
 MIB = 1 << 20
+NO_COPIES = {"host_budget": 0}  # an accelerator's weights would be copied into RAM first; the CPU's never are
 
 
 @pytest.fixture
-def mgr(tmp_path) -> Iterator[vm.VRAMManager]:
-    manager = vm.VRAMManager(device="cpu", budget="1GiB", block_bytes="1MiB", spill_dir=tmp_path)
-    yield manager
-    manager.close()
+def manager_options():
+    return NO_COPIES
 
 
 def files(root: Path) -> list[Path]:
@@ -34,7 +33,7 @@ def files(root: Path) -> list[Path]:
 
 
 def test_the_folder_and_its_files_are_private(mgr, tmp_path):
-    mgr.register("model", model := torch.nn.Linear(512, 512))
+    mgr.register("model", model := torch.nn.Linear(512, 512, device=DEVICE))
     mgr["model"].evict()
     assert files(tmp_path)
     for file in files(tmp_path):
@@ -45,7 +44,7 @@ def test_the_folder_and_its_files_are_private(mgr, tmp_path):
 
 
 def test_an_unchanged_model_is_not_written_again(mgr, tmp_path):
-    mgr.register("model", model := torch.nn.Linear(512, 512))
+    mgr.register("model", model := torch.nn.Linear(512, 512, device=DEVICE))
     mgr["model"].evict()
     before = [(file, file.stat().st_mtime_ns) for file in files(tmp_path)]
     mgr["model"].load()
@@ -55,7 +54,7 @@ def test_an_unchanged_model_is_not_written_again(mgr, tmp_path):
 
 
 def test_files_go_when_the_model_goes(mgr, tmp_path):
-    model = torch.nn.Linear(512, 512)
+    model = torch.nn.Linear(512, 512, device=DEVICE)
     mgr.register("model", model)
     mgr["model"].evict()
     del model
@@ -64,8 +63,8 @@ def test_files_go_when_the_model_goes(mgr, tmp_path):
 
 
 def test_forget_and_close_remove_the_files_and_leave_the_weights(tmp_path):
-    mgr = vm.VRAMManager(device="cpu", budget="1GiB", spill_dir=tmp_path)
-    models = [torch.nn.Linear(256, 256) for _ in range(2)]
+    mgr = vm.VRAMManager(device=DEVICE, budget="1GiB", spill_dir=tmp_path, **NO_COPIES)
+    models = [torch.nn.Linear(256, 256, device=DEVICE) for _ in range(2)]
     before = [model.weight.detach().clone() for model in models]
     for i, model in enumerate(models):
         mgr.register(f"m{i}", model)
@@ -79,7 +78,7 @@ def test_forget_and_close_remove_the_files_and_leave_the_weights(tmp_path):
 
 
 def test_a_full_disk_keeps_the_model_resident_and_leaves_nothing_partial(mgr, tmp_path, monkeypatch):
-    model = torch.nn.Linear(512, 512)
+    model = torch.nn.Linear(512, 512, device=DEVICE)
     before = model.weight.detach().clone()
     mgr.register("model", model)
 
@@ -100,7 +99,7 @@ def test_a_free_disk_reserve_is_kept(tmp_path, monkeypatch):
     store = SpillStore(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: os.statvfs_result and _Disk(100 * MIB, 99 * MIB, MIB))
     with pytest.raises(OSError, match="stay reserved"):
-        store.write([memoryview(bytes(MIB))])
+        store.write([(MIB, [memoryview(bytes(MIB))])])
     assert not files(tmp_path)
 
 
@@ -111,8 +110,8 @@ class _Disk:
 
 def test_what_a_killed_kernel_left_is_swept_and_a_living_one_is_not(tmp_path):
     code = f"""
-import os, sys, torch, vram_magic as vm
-mgr = vm.VRAMManager(device="cpu", budget="1GiB", spill_dir={str(tmp_path)!r})
+import place, os, sys, torch, vram_magic as vm
+mgr = vm.VRAMManager(device=place.DEVICE, budget="1GiB", spill_dir={str(tmp_path)!r}, host_budget=0)
 model = torch.nn.Linear(256, 256)
 mgr.register("model", model).evict()
 print("ready", flush=True)
@@ -132,8 +131,8 @@ sys.stdin.read()
 
 def test_files_go_at_the_normal_end_of_a_kernel(tmp_path):
     code = f"""
-import torch, vram_magic as vm
-mgr = vm.VRAMManager(device="cpu", budget="1GiB", spill_dir={str(tmp_path)!r})
+import place, torch, vram_magic as vm
+mgr = vm.VRAMManager(device=place.DEVICE, budget="1GiB", spill_dir={str(tmp_path)!r}, host_budget=0)
 model = torch.nn.Linear(256, 256)
 mgr.register("model", model).evict()
 """

@@ -5,12 +5,11 @@ Without this, weights come back untied, frozen weights become trainable, buffers
 
 from __future__ import annotations
 
-import gc
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
+from place import DEVICE
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -18,11 +17,8 @@ import vram_magic as vm
 
 
 @pytest.fixture
-def mgr(tmp_path) -> Iterator[vm.VRAMManager]:
-    manager = vm.VRAMManager(device="cpu", budget="1GiB", block_bytes="64KiB", spill_dir=tmp_path)
-    gc.collect()
-    yield manager
-    manager.close()
+def manager_options():
+    return {"block_bytes": "64KiB"}
 
 
 def round_trip(mgr: vm.VRAMManager, model: nn.Module) -> vm.Handle:
@@ -46,8 +42,8 @@ DTYPES = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_and_shape_comes_back_byte_for_byte(mgr, dtype, shape):
     model = nn.Module()
-    count = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
-    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8, device=DEVICE)
     model.register_buffer("value", raw.clone().view(dtype).view(shape))
     buffer = model.value
     round_trip(mgr, model)
@@ -57,7 +53,7 @@ def test_every_dtype_and_shape_comes_back_byte_for_byte(mgr, dtype, shape):
 
 
 def test_ties_stay_ties_and_are_counted_once(mgr):
-    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64, bias=False))
+    model = nn.Sequential(nn.Embedding(64, 32, device=DEVICE), nn.Linear(32, 64, bias=False, device=DEVICE))
     model[1].weight = model[0].weight
     handle = mgr.register("model", model)
     assert handle.total_bytes == 64 * 32 * 4
@@ -67,7 +63,7 @@ def test_ties_stay_ties_and_are_counted_once(mgr):
 
 
 def test_two_parameters_over_one_storage_stay_so(mgr):
-    base = torch.randn(16)
+    base = torch.randn(16, device=DEVICE)
     model = nn.Module()
     model.head, model.tail = nn.Parameter(base[:9]), nn.Parameter(base[7:])
     model.whole = nn.Parameter(base)
@@ -84,16 +80,16 @@ def test_two_parameters_over_one_storage_stay_so(mgr):
 
 
 def test_buffers_that_are_not_saved_come_back(mgr):
-    model = nn.Linear(4, 4)
-    model.register_buffer("frequencies", torch.randn(100), persistent=False)
+    model = nn.Linear(4, 4, device=DEVICE)
+    model.register_buffer("frequencies", torch.randn(100, device=DEVICE), persistent=False)
     before = model.frequencies.clone()
     round_trip(mgr, model)
     assert torch.equal(model.frequencies, before)
 
 
 def test_strides_of_channels_last_and_transposed_weights_stay(mgr):
-    model = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
-    model.turned = nn.Parameter(torch.randn(6, 7).t())
+    model = nn.Conv2d(8, 16, 3, device=DEVICE).to(memory_format=torch.channels_last)
+    model.turned = nn.Parameter(torch.randn(6, 7, device=DEVICE).t())
     before = model.weight.detach().clone(), model.weight.stride(), model.turned.stride()
     round_trip(mgr, model)
     assert torch.equal(model.weight, before[0])
@@ -101,14 +97,14 @@ def test_strides_of_channels_last_and_transposed_weights_stay(mgr):
 
 
 def test_flags_hooks_and_identities_stay(mgr):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.BatchNorm1d(4)).eval()
+    model = nn.Sequential(nn.Linear(4, 4, device=DEVICE), nn.Dropout(), nn.BatchNorm1d(4, device=DEVICE)).eval()
     model[0].weight.requires_grad_(requires_grad=False)
     model[2].train()
     calls = []
     model[0].register_forward_hook(lambda *_: calls.append(1))
     ids = [id(tensor) for tensor in [*model.parameters(), *model.buffers()]]
     round_trip(mgr, model)
-    model(torch.randn(3, 4))
+    model(torch.randn(3, 4, device=DEVICE))
     assert calls == [1]
     assert [id(tensor) for tensor in [*model.parameters(), *model.buffers()]] == ids
     assert not model[0].weight.requires_grad
@@ -117,7 +113,7 @@ def test_flags_hooks_and_identities_stay(mgr):
 
 
 def test_an_lstm_computes_the_same_and_keeps_no_copy(mgr):
-    model, x = nn.LSTM(16, 32, 2), torch.randn(5, 3, 16)
+    model, x = nn.LSTM(16, 32, 2, device=DEVICE), torch.randn(5, 3, 16, device=DEVICE)
     with torch.no_grad():
         expected = model(x)[0]
         handle = mgr.register("model", model)
@@ -130,7 +126,7 @@ def test_an_lstm_computes_the_same_and_keeps_no_copy(mgr):
 
 @pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.orthogonal, nn.utils.spectral_norm])
 def test_parametrized_weights_compute_the_same(mgr, wrap):
-    model, x = wrap(nn.Linear(8, 8)).eval(), torch.randn(3, 8)
+    model, x = wrap(nn.Linear(8, 8, device=DEVICE)).eval(), torch.randn(3, 8, device=DEVICE)
     with torch.no_grad():
         expected = model(x)
         handle = mgr.register("model", model)
@@ -140,12 +136,12 @@ def test_parametrized_weights_compute_the_same(mgr, wrap):
 
 def test_training_after_round_trips_is_that_of_an_undisturbed_twin(mgr):
     torch.manual_seed(0)
-    model, twin = nn.Linear(8, 8), nn.Linear(8, 8)
+    model, twin = nn.Linear(8, 8, device=DEVICE), nn.Linear(8, 8, device=DEVICE)
     twin.load_state_dict(model.state_dict())
     handle = mgr.register("model", model)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, twin)]
     for _ in range(4):
-        x = torch.randn(4, 8)
+        x = torch.randn(4, 8, device=DEVICE)
         for m, optimizer in zip((model, twin), optimizers, strict=True):
             optimizer.zero_grad()
             m(x).square().sum().backward()
@@ -160,13 +156,13 @@ def test_training_after_round_trips_is_that_of_an_undisturbed_twin(mgr):
     [
         torch.inference_mode,
         torch.no_grad,
-        lambda: torch.autocast("cpu"),
+        lambda: torch.autocast(DEVICE),
         lambda: torch.device("meta"),
     ],
     ids=["inference_mode", "no_grad", "autocast", "torch.device"],
 )
 def test_a_reload_inside_a_mode_leaves_no_trace_of_it(mgr, context):
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(DEVICE), torch.randn(2, 8, device=DEVICE)
     handle = mgr.register("model", model)
     handle.evict()
     with context():
@@ -179,12 +175,13 @@ def test_a_reload_inside_a_mode_leaves_no_trace_of_it(mgr, context):
 
 
 def test_moves_draw_no_random_numbers(mgr):
-    model = nn.Linear(8, 8)
+    model = nn.Linear(8, 8, device=DEVICE)
     handle = mgr.register("model", model)
-    states = torch.get_rng_state(), random.getstate()
+    streams = [torch, torch.cuda] if DEVICE == "cuda" else [torch]
+    states = [stream.get_rng_state() for stream in streams], random.getstate()
     handle.evict()
-    model(torch.ones(2, 8))
-    assert torch.equal(torch.get_rng_state(), states[0])
+    model(torch.ones(2, 8, device=DEVICE))
+    assert all(torch.equal(stream.get_rng_state(), state) for stream, state in zip(streams, states[0], strict=True))
     assert random.getstate() == states[1]
 
 
@@ -207,9 +204,9 @@ def test_a_tensor_subclass_stays_and_why_says_so(mgr):
     class Quantized(nn.Parameter):
         pass
 
-    model = nn.Linear(64, 64)
-    model.packed = Quantized(torch.randn(8))
-    model.packed.scale = scale = torch.ones(1)
+    model = nn.Linear(64, 64, device=DEVICE)
+    model.packed = Quantized(torch.randn(8, device=DEVICE))
+    model.packed.scale = scale = torch.ones(1, device=DEVICE)
     handle = mgr.register("model", model)
     handle.evict()
     assert handle.device_bytes == 8 * 4
@@ -223,7 +220,7 @@ def test_a_tensor_subclass_stays_and_why_says_so(mgr):
     [("sparse", torch.eye(4).to_sparse()), ("meta", torch.empty(4, device="meta"))],
 )
 def test_what_cannot_leave_does_not_keep_the_rest(mgr, name, value):
-    model = nn.Linear(64, 64)
+    model = nn.Linear(64, 64, device=DEVICE)
     model.register_buffer(name, value)
     handle = mgr.register("model", model)
     handle.evict()
@@ -237,15 +234,15 @@ def test_models_without_weights_and_lazy_ones_are_managed(mgr):
     mgr.register("relu", relu := nn.ReLU())
     assert (mgr["relu"].total_bytes, mgr["relu"].state) == (0, "device")
     assert mgr["relu"].evict() == 0
-    mgr.register("lazy", lazy := nn.LazyLinear(8))
+    mgr.register("lazy", lazy := nn.LazyLinear(8, device=DEVICE))
     assert mgr["lazy"].total_bytes == 0
-    lazy(torch.randn(2, 4))
+    lazy(torch.randn(2, 4, device=DEVICE))
     assert mgr["lazy"].total_bytes == (4 * 8 + 8) * 4
     assert relu is not None
 
 
 def test_a_script_module_stays_resident_and_computes(mgr):
-    model, x = torch.jit.script(nn.Linear(8, 8)), torch.randn(2, 8)
+    model, x = torch.jit.script(nn.Linear(8, 8, device=DEVICE)), torch.randn(2, 8, device=DEVICE)
     expected = model(x)
     handle = mgr.register("model", model)
     handle.evict()
@@ -253,14 +250,14 @@ def test_a_script_module_stays_resident_and_computes(mgr):
 
 
 def test_an_adapter_added_while_resident_or_evicted_is_picked_up(mgr):
-    model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
+    model, x = nn.Sequential(nn.Linear(8, 8, device=DEVICE)), torch.randn(2, 8, device=DEVICE)
     handle = mgr.register("model", model)
     before = handle.total_bytes
-    model.append(nn.Linear(8, 8))
+    model.append(nn.Linear(8, 8, device=DEVICE))
     assert handle.total_bytes == 2 * before
     handle.evict()
     assert handle.device_bytes == 0
-    model.append(nn.Linear(8, 8))
+    model.append(nn.Linear(8, 8, device=DEVICE))
     assert handle.total_bytes == 3 * before
     assert model(x).shape == (2, 8)
     assert handle.device_bytes == 3 * before
@@ -268,8 +265,8 @@ def test_an_adapter_added_while_resident_or_evicted_is_picked_up(mgr):
 
 @pytest.mark.parametrize("method", ["half", "double", "cpu", "float"])
 def test_conversions_of_an_evicted_model_give_true_values(mgr, method):
-    model = nn.Linear(16, 16)
-    twin = nn.Linear(16, 16)
+    model = nn.Linear(16, 16, device=DEVICE)
+    twin = nn.Linear(16, 16, device=DEVICE)
     twin.load_state_dict(model.state_dict())
     mgr.register("model", model).evict()
     assert torch.equal(getattr(model, method)().weight, getattr(twin, method)().weight)
@@ -281,12 +278,12 @@ def test_a_method_that_reads_a_weight_without_calling_its_module_sees_true_value
     class Reader(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = nn.Linear(8, 8)
+            self.inner = nn.Linear(8, 8, device=DEVICE)
 
         def project(self, x):
             return x @ self.inner.weight
 
-    model, x = Reader(), torch.randn(2, 8)
+    model, x = Reader(), torch.randn(2, 8, device=DEVICE)
     with torch.no_grad():
         expected = model.project(x)
         handle = mgr.register("model", model)
@@ -298,10 +295,10 @@ def test_a_method_that_reads_a_weight_without_calling_its_module_sees_true_value
 
 
 def test_numpy_sees_true_values_of_an_evicted_weight(mgr):
-    model = nn.Linear(8, 8)
+    model = nn.Linear(8, 8, device=DEVICE)
     before = model.weight.detach().clone()
     mgr.register("model", model).evict()
-    assert (model.weight.detach().numpy() == before.numpy()).all()
+    assert (model.weight.detach().numpy() == before.cpu().numpy()).all()
 
 
 def test_an_object_with_slots_that_holds_modules_is_managed(mgr):
@@ -309,16 +306,16 @@ def test_an_object_with_slots_that_holds_modules_is_managed(mgr):
         __slots__ = ("decoder", "encoder")
 
     pipeline = Pipeline()
-    pipeline.encoder, pipeline.decoder = nn.Linear(8, 8), nn.Linear(8, 8)
+    pipeline.encoder, pipeline.decoder = nn.Linear(8, 8, device=DEVICE), nn.Linear(8, 8, device=DEVICE)
     handle = mgr.register("pipeline", pipeline)
     assert handle.total_bytes == 2 * (8 * 8 + 8) * 4
     handle.evict()
-    pipeline.decoder(torch.ones(1, 8))
+    pipeline.decoder(torch.ones(1, 8, device=DEVICE))
     assert handle.state == "device"
 
 
 def test_an_object_has_one_name(mgr):
-    model = nn.Linear(8, 8)
+    model = nn.Linear(8, 8, device=DEVICE)
     mgr.register("a", model)
     assert mgr.register("a", model).model is model
     with pytest.raises(vm.VRAMError, match="One object has one name"):
@@ -329,8 +326,8 @@ def test_an_object_has_one_name(mgr):
 def test_a_model_that_accelerate_moves_is_refused_unchanged(mgr):
     from accelerate import cpu_offload
 
-    model = nn.Sequential(nn.Linear(8, 8))
-    cpu_offload(model, execution_device=torch.device("cpu"))
+    model = nn.Sequential(nn.Linear(8, 8, device=DEVICE))
+    cpu_offload(model, execution_device=torch.device(DEVICE))
     with pytest.raises(vm.VRAMError, match="accelerate"):
         mgr.register("model", model)
     assert "model" not in mgr
@@ -345,7 +342,7 @@ def test_compiled_models_are_right_and_not_compiled_again_and_again(mgr, order):
         frames.append(1)
         return graph.forward
 
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(2, 8)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).to(DEVICE), torch.randn(2, 8, device=DEVICE)
     with torch.no_grad():
         expected = model(x)
         if order == "compiled before":

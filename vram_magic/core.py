@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 
+from torch import OutOfMemoryError
+
 from vram_magic.devices.base import Device
 from vram_magic.errors import ModelInUseError, VRAMError
 from vram_magic.journal import Journal
@@ -21,6 +23,8 @@ from vram_magic.registry import Registry
 from vram_magic.workers import Workers, settled
 
 __all__ = ["Core"]
+
+_LOAD_ATTEMPTS = 8  # each lets more leave, so a device whose free memory lies scattered ends up with one piece
 
 
 @dataclass(eq=False)
@@ -39,12 +43,22 @@ class Core:
 
     # ---------------------------------------------------------------------------------------------------- room
 
-    def room(self, request: Request, required: ManagedModel | None = None, credit_bytes: int = 0) -> Room:
+    def room(
+        self,
+        request: Request,
+        required: ManagedModel | None = None,
+        credit_bytes: int = 0,
+        *,
+        flushed: bool = False,
+    ) -> Room:
         """The room, reserved; waits for moves in progress where they may help. Raises the reason why not.
 
         ``credit_bytes``: what of it the caller has already, in a reservation or in a model that it is about to unload.
+        ``flushed``: the device's allocator has just failed, after giving up its cache.
         """
-        decide = functools.partial(self.reclaimer.make_room, request, required=required, credit_bytes=credit_bytes)
+        decide = functools.partial(
+            self.reclaimer.make_room, request, required=required, credit_bytes=credit_bytes, flushed=flushed
+        )
         while True:
             changes = self.registry.changes
             room = settled(self.workers.decide(decide))
@@ -67,15 +81,24 @@ class Core:
 
     def bring(self, model: ManagedModel) -> None:
         """Loads what is missing of a model that this thread has marked."""
-        missing = settled(self.workers.decide(model.missing_bytes))
-        if not missing:
-            return
-        room = self.room(Request(missing, model.rank, asked_by=f"loading {model.name}"), required=model)
-        try:
-            assert room.reservation is not None  # noqa: S101  a room without an error has one
-            model.load(room.reservation)
-        finally:
-            room.release()
+        for attempt in range(_LOAD_ATTEMPTS):
+            missing = settled(self.workers.decide(model.missing_bytes))
+            if not missing:
+                return
+            self.check_not_captured(model)
+            # The first time the books decide. If the device itself then has no room, in one piece, more has to leave.
+            request = Request(missing, model.rank, asked_by=f"loading {model.name}")
+            room = self.room(request, required=model, flushed=attempt > 0)
+            try:
+                assert room.reservation is not None  # noqa: S101  a room without an error has one
+                model.load(room.reservation)
+            except OutOfMemoryError as error:
+                if isinstance(error, VRAMOutOfMemoryError) or attempt == _LOAD_ATTEMPTS - 1:
+                    raise
+            else:
+                return
+            finally:
+                room.release()
 
     def evict(self, model: ManagedModel) -> int:
         """Moves out all that can leave of an idle model; returns the bytes. Raises `ModelInUseError`."""
@@ -101,7 +124,7 @@ class Core:
                 room.release()
 
     def _room_to_read_back(self, model: ManagedModel) -> Room:
-        need = model.body.figures.host_bytes if isinstance(model, TorchModel) else 0
+        need = settled(self.workers.decide(model.body.hand_back_bytes)) if isinstance(model, TorchModel) else 0
         if not need or self.closed:
             return Room(self.device.meter.reserve(need)) if need else Room()
         try:
@@ -109,8 +132,18 @@ class Core:
         except VRAMOutOfMemoryError:
             return Room()  # it stays mapped, and whole
 
+    def check_not_captured(self, model: ManagedModel) -> None:
+        """Raises `ModelInUseError` while a graph is captured: then nothing may move."""
+        if self.device.capturing():
+            raise ModelInUseError(
+                f"{model.name!r} cannot be moved now.\n0 B were moved.\nA graph of the device's operations is being "
+                f"captured, and memory may neither be taken nor freed meanwhile.\nBefore the capture: %vram load "
+                f"{model.name}   and %vram pin {model.name}"
+            )
+
     def check_idle(self, model: ManagedModel) -> None:
-        """Raises `ModelInUseError` for a leased or pinned model."""
+        """Raises `ModelInUseError` for a leased or pinned model, and while nothing may be moved."""
+        self.check_not_captured(model)
         with self.registry.lock:
             leased, pinned = bool(model.leases), model.pinned
         if leased or pinned:

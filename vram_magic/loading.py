@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from vram_magic.core import Core
+from vram_magic.devices.host import HostMemory
 from vram_magic.errors import VRAMError
 from vram_magic.models.entry import EntryPoints
 from vram_magic.models.managed import ManagedModel, TorchModel
@@ -42,11 +43,13 @@ class Wishes:
 class Loading:
     """Makes managed models, and owns what those of one manager share: spill files, records, processors."""
 
-    def __init__(self, core: Core, block_bytes: int, spill_dir: str | Path | None) -> None:
+    def __init__(self, core: Core, block_bytes: int, spill_dir: str | Path | None, host: HostMemory) -> None:
         self._core = core
         self._block_bytes = block_bytes
         self._records: weakref.WeakValueDictionary[Key, Record] = weakref.WeakValueDictionary()
         self._processors: weakref.WeakKeyDictionary[ManagedModel, Callable[[], Any]] = weakref.WeakKeyDictionary()
+        # Where a copy in RAM gives the device no room, weights without a file go to disk.
+        self._host = HostMemory(0) if core.device.is_host or core.device.shares_ram else host
         self.store = SpillStore(Path(spill_dir) if spill_dir else None)
         self.store.open()
 
@@ -82,8 +85,9 @@ class Loading:
     def _made(self, name: str, thing: object, wishes: Wishes, source: str | Path | None) -> TorchModel:
         core, roots = self._core, roots_of(thing)
         origins = origins_of(roots, source)
-        body = Body(roots, core.device, self.store, self._block_bytes, origins, self._records)
-        entries = EntryPoints(core.registry, [module for _, module in roots])
+        body = Body(roots, core.device, self.store, self._block_bytes, origins, self._records, self._host)
+        execution_device = None if core.device.is_host else core.device.torch_device
+        entries = EntryPoints(core.registry, [module for _, module in roots], execution_device, thing)
         model = TorchModel(name, thing, body, entries, core.workers, when_gone=core.registry.gone.append)
         model.rank, model.tier, model.residency = wishes.rank, wishes.tier, wishes.residency
         model.pinned, model.workspace = wishes.pinned, wishes.workspace

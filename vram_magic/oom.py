@@ -9,14 +9,18 @@ from torch import OutOfMemoryError
 from vram_magic.errors import VRAMError
 from vram_magic.sizes import format_size
 
-__all__ = ["VRAMOutOfMemoryError", "refusal"]
+__all__ = ["OTHER_PROCESSES", "OTHER_TENSORS", "VRAMOutOfMemoryError", "refusal"]
+
+OTHER_TENSORS = "other tensors"
+OTHER_PROCESSES = "other processes"
 
 
 class VRAMOutOfMemoryError(VRAMError, OutOfMemoryError):
     """There is no room, and making it was not possible. Nothing was moved for it.
 
     ``needed_bytes`` is the request, ``free_bytes`` and ``budget_bytes`` are as they were when it was refused, and
-    ``holders`` says who has the memory: bytes by model name, and those of all other tensors under ``"other tensors"``.
+    ``holders`` says who has the memory: bytes by model name, those of all other tensors under ``"other tensors"``, and
+    where they lower what this kernel may use, those of ``"other processes"`` and the driver.
     """
 
     def __init__(
@@ -77,10 +81,14 @@ def _remedy(needed: int, missing: int, budget: int, holders: Mapping[str, int], 
     pinned = {name: holders.get(name, 0) for name, reason in spared.items() if reason == "pinned"}
     if sum(pinned.values()) >= missing > 0:
         return f"Let it leave with: %vram unpin {max(pinned, key=pinned.__getitem__)}"
+    if holders.get(OTHER_PROCESSES, 0) >= missing > 0:
+        return "End the other processes that hold the device's memory (nvidia-smi lists them), or take a smaller model"
+    if "a graph is being captured" in spared.values():
+        return "Nothing may leave while a graph is captured: make room before it, with: %vram evict NAME"
     room = f"give more room with: %vram budget {_round_up(budget + missing)}"
     if needed > budget:
         return f"It can never fit this budget; {room}"
-    if holders.get("other tensors", 0) >= missing > 0:
+    if holders.get(OTHER_TENSORS, 0) >= missing > 0:
         return f"Delete tensors that you no longer need with: del NAME   or {room}"
     waits = "Wait for the models in use, or " if "in use" in spared.values() else ""
     return f"{waits}{room}" if waits else room[0].upper() + room[1:]

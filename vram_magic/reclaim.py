@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from vram_magic.devices.base import Device
+from vram_magic.devices.base import AUTO, Device
 from vram_magic.devices.meter import Reservation
 from vram_magic.journal import Journal, Record, StepTaken
 from vram_magic.models.managed import Candidates, ManagedModel, TorchModel
-from vram_magic.oom import VRAMOutOfMemoryError, refusal
+from vram_magic.oom import OTHER_PROCESSES, OTHER_TENSORS, VRAMOutOfMemoryError, refusal
 from vram_magic.policy import ModelState, Plan, Request, Snapshot, Step, plan
 from vram_magic.registry import Registry
 from vram_magic.residency.parts import Key
@@ -23,8 +23,6 @@ from vram_magic.sharing import Owners
 from vram_magic.sizes import format_size
 
 __all__ = ["Reclaimer", "Room"]
-
-_OTHER = "other tensors"
 
 
 @dataclass(slots=True)
@@ -84,17 +82,20 @@ class Reclaimer:
         required: ManagedModel | None = None,
         credit_bytes: int = 0,
         user_code: bool = True,
+        flushed: bool = False,
     ) -> Room:
         """Room for ``request.need_bytes``, reserved. ``credit_bytes``: what the caller's own reservation still holds.
+
+        ``flushed``: the device's allocator has just failed, after giving up its cache.
 
         ``user_code``: workspaces may be asked, and frames may rest; not in the middle of an allocation, whose thread
         may hold any lock, and is in an operation.
         """
         self.clear_up()
-        self._device.refresh()
+        self._device.refresh(flushed=flushed)
         decision = _Decision(request, required, credit_bytes, had_bytes=self.available_bytes() + credit_bytes)
         decision.may_rest = user_code
-        if user_code and decision.had_bytes < request.need_bytes <= self._device.budget_bytes:
+        if user_code and decision.had_bytes < request.need_bytes <= self._device.meter.limit_bytes:
             self._ask_workspaces(decision)
         try:
             return self._meet(decision)
@@ -173,7 +174,7 @@ class Reclaimer:
 
     def available_bytes(self) -> int:
         """Free bytes that nobody has reserved; negative when a budget was lowered below use."""
-        return self._device.budget_bytes - self._device.meter.committed_bytes
+        return self._device.meter.limit_bytes - self._device.meter.committed_bytes
 
     def clear_up(self) -> None:
         """Forgets models whose objects died. Finalisers only leave a note, since they run anywhere."""
@@ -196,7 +197,7 @@ class Reclaimer:
                     self._record(decision, "made room")
                 return Room(reservation, decision.freed_bytes)
             if not self._one_round(decision):
-                busy = self._moves_elsewhere(decision) and need <= self._device.budget_bytes
+                busy = self._moves_elsewhere(decision) and need <= self._device.meter.limit_bytes
                 if not busy and self._may_collect(decision):
                     continue
                 error = self._refusal(decision)
@@ -207,7 +208,7 @@ class Reclaimer:
     def _may_collect(self, decision: _Decision) -> bool:
         """Before giving up, once: a failed call's tensors may hang in cycles. It costs: only if they may be enough."""
         missing = decision.plan.missing_bytes if decision.plan else 0
-        if decision.collected or not decision.may_rest or self.holders().get(_OTHER, 0) < missing:
+        if decision.collected or not decision.may_rest or self.holders().get(OTHER_TENSORS, 0) < missing:
             return False
         decision.collected = True
         gc.collect()
@@ -301,7 +302,7 @@ class Reclaimer:
         with self._registry.lock:
             states = tuple(self._state(model, decision) for model in models if model.device_bytes)
         free = self.available_bytes() + decision.credit_bytes
-        decision.snapshot = Snapshot(self._device.budget_bytes, free, states)
+        decision.snapshot = Snapshot(self._device.meter.limit_bytes, free, states)
         return plan(decision.snapshot, decision.request)
 
     def _candidates(self, model: ManagedModel, decision: _Decision, *, proven: bool) -> Candidates:
@@ -335,6 +336,8 @@ class Reclaimer:
             return "in use"
         if model.pinned:
             return "pinned"
+        if self._device.capturing():
+            return "a graph is being captured"
         return "in transit" if model.moving else ""
 
     def _moves_elsewhere(self, decision: _Decision) -> bool:
@@ -364,7 +367,15 @@ class Reclaimer:
         with self._registry.lock:
             held = {name: size for name, model in self._registry.models.items() if (size := model.device_bytes)}
         rest = self._device.meter.live_bytes - sum(held.values())
-        return held | ({_OTHER: rest} if rest > 0 else {})
+        return held | ({OTHER_TENSORS: rest} if rest > 0 else {})
+
+    def _holders_of_all(self) -> tuple[dict[str, int], tuple[str, ...]]:
+        """`holders`, and where others lower what this kernel may use, them too, with the processes in words."""
+        outside = self._device.outside(processes=True)
+        bounded = self._device.budget_setting == AUTO or self._device.meter.limit_bytes < self._device.budget_bytes
+        if outside is None or not outside.foreign_bytes or not bounded:
+            return self.holders(), ()
+        return self.holders() | {OTHER_PROCESSES: outside.foreign_bytes}, outside.processes
 
     def _refusal(self, decision: _Decision) -> VRAMOutOfMemoryError:
         with self._registry.lock:
@@ -376,6 +387,9 @@ class Reclaimer:
         needed, free = request.need_bytes, self.available_bytes() + decision.credit_bytes
         if budget is not None:
             needed, free = self._device.meter.committed_bytes - budget, 0
+        holders, processes = self._holders_of_all()
+        if processes:
+            spared[OTHER_PROCESSES] = ", ".join(processes)
         return refusal(
             device=self._device.name,
             what=f"{request.asked_by or 'this request'} {decision.verb} {format_size(needed)}",
@@ -383,7 +397,7 @@ class Reclaimer:
             free_bytes=free,
             budget_bytes=self._device.budget_bytes,
             wanted_budget_bytes=budget,
-            holders=self.holders(),
+            holders=holders,
             spared=spared,
             missing_bytes=decision.plan.missing_bytes if decision.plan else 0,
             left=", ".join(f"{step.model} {format_size(step.bytes)}" for step in decision.left),

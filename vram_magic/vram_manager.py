@@ -29,7 +29,8 @@ from vram_magic.sizes import bytes_to_gb, format_size, gb_to_bytes, parse_size
 from vram_magic.workers import settled
 
 if TYPE_CHECKING:
-    from vram_magic.guard.native import CpuGuard
+    from vram_magic.devices.base import Outside
+    from vram_magic.guard.native import NativeGuard
     from vram_magic.loading import Loading
 
 __all__ = ["ModelSlot", "VRAMManager", "manager"]
@@ -47,14 +48,16 @@ class VRAMManager:
     """Decides what stays in one device's memory.
 
     Args:
-        device: ``"cpu"``, or None for the best device there is
+        device: ``"cuda"``, ``"cuda:1"``, ``"cpu"`` ..., or None for the accelerator, and the CPU where there is none
         budget: bytes (int, or text such as ``"12GiB"``) that this kernel may use, or ``"auto"``
         block_bytes: the size up to which weights are grouped to leave and return together
         total_vram_gb: for a ledger of declared sizes only, without a device: its capacity in units of 2**30 bytes
         spill_dir: where weights go that no file holds; default ``VRAM_MAGIC_SPILL_DIR``, else a temporary folder
+        host_budget: RAM that copies of an accelerator's weights may take, in bytes or ``"auto"`` (what is available,
+            less a reserve); beyond it they go to ``spill_dir``
 
     Raises:
-        VRAMError: the device has an open manager already, or is not supported
+        VRAMError: the device has an open manager already, or is not there
         ValueError: a size that is none
     """
 
@@ -66,39 +69,41 @@ class VRAMManager:
         block_bytes: int | str = "64MiB",
         total_vram_gb: float | None = None,
         spill_dir: str | Path | None = None,
+        host_budget: int | str = "auto",
     ) -> None:
         block_size = parse_size(block_bytes, what="block_bytes")
-        self._guard: CpuGuard | None = None
+        self._guard: NativeGuard | None = None
         self._torch_models: Loading | None = None
         if total_vram_gb is not None:
             self._core = Core(LedgerDevice(gb_to_bytes(total_vram_gb)))
         else:
-            self._open_cpu(device or "cpu", budget, block_size, spill_dir)
+            with _opening:
+                self._open(device, budget, block_size, spill_dir, host_budget)
         self._engines = Engines(self._core)
 
-    def _open_cpu(self, name: str, budget: int | str, block_bytes: int, spill_dir: str | Path | None) -> None:
-        with _opening:
-            self._open_cpu_alone(name, budget, block_bytes, spill_dir)
-
-    def _open_cpu_alone(self, name: str, budget: int | str, block_bytes: int, spill_dir: str | Path | None) -> None:
-        _check_device(name)
-        from vram_magic.devices.cpu import CpuDevice  # here and not above: these need torch
-        from vram_magic.guard.build import GuardUnavailable
-        from vram_magic.guard.native import load_guard
+    def _open(
+        self,
+        name: str | None,
+        budget: int | str,
+        block_bytes: int,
+        spill_dir: str | Path | None,
+        host_budget: int | str,
+    ) -> None:
+        from vram_magic.devices.host import HostMemory  # here and not above: these need torch
         from vram_magic.loading import Loading
+        from vram_magic.opening import open_device, which_device
         from vram_magic.pressure import Pressure
 
-        try:
-            self._guard = load_guard()
-            device = CpuDevice(budget, meter=self._guard)
-            self._guard.reset_peak()  # there is one guard in a process; an earlier manager's peak is not ours
-        except GuardUnavailable as reason:
-            device = CpuDevice(budget, without_guard=str(reason))
+        wanted = which_device(name)
+        _check_free(str(wanted))
+        host = HostMemory(host_budget)
+        device, self._guard = open_device(wanted, budget)
         self._core = Core(device)
-        self._torch_models = Loading(self._core, block_bytes, spill_dir)
+        self._torch_models = Loading(self._core, block_bytes, spill_dir, host)
+        device.start()
         if self._guard is not None:
             self._guard.install(Pressure(self._core, self._guard))
-        _open[name] = self
+        _open[device.name] = self
 
     def close(self) -> None:
         """Hands every model back whole, takes the guard out, removes spill files. Twice is once."""
@@ -111,6 +116,7 @@ class VRAMManager:
         finally:  # an interrupt must not leave the guard in
             if self._guard is not None:
                 self._guard.uninstall()
+            self._core.device.stop()
             if self._torch_models is not None:
                 self._torch_models.store.close()
                 _open.pop(self.device, None)
@@ -171,6 +177,10 @@ class VRAMManager:
 
     def reset_peak(self) -> None:
         self._core.device.meter.reset_peak()
+
+    def outside(self, *, processes: bool = False) -> Outside | None:
+        """What the driver says of the whole device, or None on the CPU; with ``processes`` those of others by name."""
+        return self._core.device.outside(processes=processes)
 
     @property
     def spilled_bytes(self) -> int:
@@ -389,12 +399,7 @@ class VRAMManager:
         return open_panel(self)
 
 
-def _check_device(name: str) -> None:
-    if name != "cpu":
-        raise VRAMError(
-            f"The device {name!r} is not supported by this version.\nSupported is 'cpu'.\n"
-            "The accelerator device is still being built.\nUse: VRAMManager(device='cpu')"
-        )
+def _check_free(name: str) -> None:
     if name in _open:
         raise VRAMError(
             f"The device {name!r} has a manager already.\n{len(_open[name].models)} models are managed there.\n"

@@ -7,35 +7,36 @@ and then allocations of cells go unseen.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
-import psutil
 import torch
 
 from vram_magic.devices.base import AUTO
+from vram_magic.devices.host import available_ram_bytes, ram_reserve_bytes, read_ram, write_ram
 from vram_magic.devices.meter import LedgerMeter, Meter, Reservation
 from vram_magic.sizes import parse_size
 
-__all__ = ["CpuDevice", "available_ram_bytes"]
-
-_RESERVE_FRACTION, _RESERVE_FLOOR = 0.10, 512 << 20
-_CGROUP = (  # (limit, usage) files of cgroup v2 and v1
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-)
+__all__ = ["CpuDevice"]
 
 
 class CpuDevice:
     """RAM that this kernel's tensors may use."""
 
     name = "cpu"
+    torch_device = torch.device("cpu")
     holds_tensors = True
+    is_host = shares_ram = True
 
     def __init__(self, budget: int | str = AUTO, *, meter: Meter | None = None, without_guard: str = "") -> None:
         self.meter: Meter = meter or LedgerMeter(0)
         self._without_guard = without_guard
         self.budget_setting: int | str = budget
         self.set_budget(budget)
+
+    def start(self) -> None:
+        """There is nothing to watch."""
+
+    stop = start
 
     @property
     def budget_bytes(self) -> int:
@@ -44,15 +45,13 @@ class CpuDevice:
     def budget_for(self, setting: int | str) -> int:
         if setting != AUTO:
             return parse_size(setting, what="budget")
-        total = psutil.virtual_memory().total
-        reserve = max(int(total * _RESERVE_FRACTION), _RESERVE_FLOOR)
-        return max(available_ram_bytes() + self.meter.live_bytes - reserve, 0)
+        return max(available_ram_bytes() + self.meter.live_bytes - ram_reserve_bytes(), 0)
 
     def set_budget(self, setting: int | str) -> None:
         self.meter.limit_bytes = self.budget_for(setting)
         self.budget_setting = setting if setting == AUTO else self.meter.limit_bytes
 
-    def refresh(self) -> None:
+    def refresh(self, *, flushed: bool = False) -> None:  # noqa: ARG002  malloc keeps nothing that matters
         if self.budget_setting == AUTO:
             self.meter.limit_bytes = self.budget_for(AUTO)
 
@@ -62,6 +61,12 @@ class CpuDevice:
 
     def describe(self) -> str:
         return "CPU memory"
+
+    def outside(self, *, processes: bool = False) -> None:
+        """No driver tells; `psutil` does, and what it says is in the budget."""
+
+    def capturing(self) -> bool:
+        return False
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         if storage.device.type != "cpu":
@@ -75,6 +80,9 @@ class CpuDevice:
         storage = tensor.untyped_storage()
         self.meter.adopt(storage._cdata, storage.nbytes())
 
+    def footprint(self, size_bytes: int) -> int:
+        return size_bytes
+
     def allocate(self, size_bytes: int, reservation: Reservation) -> torch.Tensor:
         with reservation.draw(own_move=True):
             memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
@@ -86,14 +94,11 @@ class CpuDevice:
         if not self.meter.counts_allocations:
             self.meter.give_back(size_bytes)
 
+    def settle(self) -> None:
+        """Operations of the CPU have ended when they return."""
 
-def available_ram_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """RAM that can be had without swapping, within the container's limit."""
-    available = int(psutil.virtual_memory().available)
-    for limit, usage in _CGROUP:
-        try:
-            room = int((cgroup / limit).read_text()) - int((cgroup / usage).read_text())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        return max(0, min(available, room))
-    return available
+    def read(self, memory: torch.Tensor) -> Iterator[memoryview]:
+        return read_ram(memory)
+
+    def write(self, memory: torch.Tensor, fill: Callable[[memoryview, int], object]) -> None:
+        write_ram(memory, fill)

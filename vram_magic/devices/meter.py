@@ -6,18 +6,20 @@ Words, all in bytes:
 * *committed*: live plus what reservations still hold; a commit never takes it past the limit
 * *reservation*: room taken out of the free bytes for someone who is about to use it
 
-`LedgerMeter` counts what it is told. It serves declared sizes, and a device whose allocations nobody counts. The other
-meter is the native guard, which counts by itself. Lock: a leaf lock of the meter's own, held for arithmetic only.
+`LedgerMeter` counts what it is told. It serves declared sizes, and a device whose allocations nobody counts.
+`MeasuredMeter` asks the device's allocator, where no guard stands before it. The third meter is the native guard, which
+counts by itself. Lock: a leaf lock of the meter's own, held for arithmetic only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-__all__ = ["LedgerMeter", "Meter", "Reservation"]
+__all__ = ["LedgerMeter", "MeasuredMeter", "Meter", "Reservation"]
 
 
 class Reservation(Protocol):
@@ -157,3 +159,93 @@ class _LedgerReservation:
         with self._meter._lock:
             self._meter._committed -= self.left_bytes
             self.left_bytes = 0
+
+
+class MeasuredMeter:
+    """A meter of a device whose allocator counts what it gives, while nobody can say no to an allocation.
+
+    ``measure`` tells the bytes allocated now. A reservation shrinks as they grow, whoever allocates.
+    """
+
+    counts_allocations = True
+
+    def __init__(self, measure: Callable[[], int]) -> None:
+        self.limit_bytes = 0
+        self._measure = measure
+        self._spent = self._peak = 0
+        self._reservations: weakref.WeakSet[_MeasuredReservation] = weakref.WeakSet()  # a dropped one counts no more
+        self._lock = threading.RLock()
+        self._thread = threading.local()
+
+    @property
+    def live_bytes(self) -> int:
+        live = self._measure() + self._spent
+        self._peak = max(self._peak, live)
+        return live
+
+    @property
+    def committed_bytes(self) -> int:
+        with self._lock:
+            return self.live_bytes + sum(reservation.left_bytes for reservation in self._reservations)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest value that was seen at a look."""
+        return max(self._peak, self.live_bytes)
+
+    @property
+    def credit_bytes(self) -> int:
+        drawn: _MeasuredReservation | None = getattr(self._thread, "drawn", None)
+        return drawn.left_bytes if drawn else 0
+
+    def reset_peak(self) -> None:
+        self._peak = 0
+
+    def reserve(self, size_bytes: int) -> Reservation | None:
+        with self._lock:
+            if self.committed_bytes + size_bytes > self.limit_bytes:
+                return None
+            reservation = _MeasuredReservation(self, size_bytes)
+            self._reservations.add(reservation)
+        return reservation
+
+    def give_back(self, size_bytes: int) -> None:
+        with self._lock:
+            self._spent -= size_bytes
+
+    def owns(self, storage: Any) -> bool:  # noqa: ARG002  the device tells by the storage's place
+        return True
+
+    def adopt(self, storage_address: int, size_bytes: int) -> None:
+        """The allocator has counted it since it was made."""
+
+
+class _MeasuredReservation:
+    def __init__(self, meter: MeasuredMeter, size_bytes: int) -> None:
+        self._meter = meter
+        self._size_bytes = size_bytes
+        self._live_before = meter._measure()
+
+    @property
+    def left_bytes(self) -> int:
+        return max(self._size_bytes - max(self._meter._measure() - self._live_before, 0), 0)
+
+    @contextlib.contextmanager
+    def draw(self, *, own_move: bool = False) -> Iterator[None]:  # noqa: ARG002  nothing here ever asks for room
+        thread = self._meter._thread
+        before = getattr(thread, "drawn", None)
+        thread.drawn = self
+        try:
+            yield
+        finally:
+            thread.drawn = before
+
+    def spend(self, size_bytes: int) -> None:
+        with self._meter._lock:
+            self._meter._spent += size_bytes
+            self._size_bytes = max(self._size_bytes - size_bytes, 0)
+
+    def release(self) -> None:
+        with self._meter._lock:
+            self._size_bytes = 0
+            self._meter._reservations.discard(self)

@@ -16,39 +16,25 @@
 //   * No exception may cross the callback, and a thread inside the callback never calls back again.
 //   * The library is never unloaded: memory that it handed out is freed through it, whenever that is.
 //
-// Needs the c10 headers only.  g++ -O2 -std=c++17 -shared -fPIC -I<torch>/include cpu.cpp -L<torch>/lib -lc10
+// There is one CPU: the device index of the common interface is 0 here. Needs the c10 headers only.
+#include "room.h"
+
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/util/Exception.h>
 
-#include <atomic>
-#include <cstdint>
 #include <mutex>
-#include <string>
+#include <new>
 #include <unordered_map>
 
 namespace {
 
 constexpr size_t kHeader = 64;  // c10's alignment: the data behind the header stays as aligned as it was
-constexpr int kGranted = 1, kInterrupted = 2, kRefused = 4, kAsks = 3;
+constexpr int kCpu = 0;
 
-using PressureFn = int64_t (*)(int64_t need);
-using InterruptFn = void (*)();
-
-std::atomic<int64_t> committed{0}, held{0}, peak{0}, budget{INT64_MAX}, calls{0};
-std::atomic<PressureFn> on_pressure{nullptr};
-std::atomic<InterruptFn> set_interrupt{nullptr};
+std::atomic<int64_t> committed{0}, held{0}, peak{0}, budget{INT64_MAX};
 
 c10::Allocator* base = nullptr;
 c10::DeleterFnPtr base_free = nullptr;
-
-struct Reservation {
-  std::atomic<int64_t> left;
-};
-thread_local Reservation* drawing = nullptr;  // allocations of this thread draw on it first
-thread_local bool prepaid = false;            // our own moves: never call back, or a reload would wait for itself
-thread_local bool inside = false;
-thread_local std::string message;
 
 bool commit(int64_t n) {
   int64_t now = committed.load();
@@ -59,54 +45,28 @@ bool commit(int64_t n) {
 }
 
 // The part of n that this thread's reservation pays for.
-int64_t draw(int64_t n) {
-  if (C10_LIKELY(!drawing)) return 0;
-  int64_t left = drawing->left.load(), take;
-  do {
-    take = left < n ? left : n;
-  } while (!drawing->left.compare_exchange_weak(left, left - take));
-  held.fetch_sub(take);
-  return take;
+int64_t draw(Reservation* from, int64_t n) {
+  int64_t part = take(from, n);
+  if (part) held.fetch_sub(part);
+  return part;
 }
 
 void undraw(Reservation* from, int64_t n) {
   if (!n) return;
-  from->left.fetch_add(n);
   held.fetch_add(n);
+  if (put_back(from, n)) return;
+  held.fetch_sub(n);
+  committed.fetch_sub(n);
 }
 
-[[noreturn]] void refuse(int64_t n) {
-  std::string text = message.empty() ? "out of memory: the budget is " + std::to_string(budget.load()) + " bytes, " +
-                                           std::to_string(committed.load()) + " are taken, tried to allocate " +
-                                           std::to_string(n)
-                                     : std::move(message);
-  message.clear();
-  TORCH_CHECK_WITH(OutOfMemoryError, false, text);
-}
-
-// Commits n bytes, asking for room where the budget would be passed. Throws when there is none.
-void admit(int64_t n) {
-  if (C10_LIKELY(commit(n))) return;
-  auto ask = on_pressure.load();
-  if (prepaid || inside || !ask) {
-    if (!prepaid) refuse(n);
-    committed.fetch_add(n);  // a few bytes beyond what was promised; refusing them would break a move half way
+// Commits what the reservation does not pay, asking for room where the budget would be passed. Throws when there is none.
+void admit(int64_t need, int64_t size) {
+  if (C10_LIKELY(commit(need))) return;
+  if (drawings[kCpu].prepaid) {
+    committed.fetch_add(need);  // a few bytes beyond what was promised; refusing them would break a move half way
     return;
   }
-  inside = true;
-  calls.fetch_add(1);
-  int64_t answer = 0;
-  bool interrupted = false;
-  // No answer at all: an interrupt hit the callback before it could guard itself. It is raised later, and asked again.
-  for (int i = 0; i < kAsks && !(answer & (kGranted | kRefused)); i++) {
-    answer = ask(n);
-    interrupted |= (answer & kInterrupted) || !answer;
-  }
-  inside = false;
-  if (interrupted) {
-    if (auto raise = set_interrupt.load()) raise();
-  }
-  if (!(answer & kGranted)) refuse(n);
+  if (!may_ask(kCpu) || !ask(kCpu, need, kBudget, size)) refuse(out_of_budget(budget, committed, need));
 }
 
 int64_t live() { return committed.load() - held.load(); }
@@ -147,11 +107,11 @@ void release_adopted(void* data) {
 struct Guard final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     if (n == 0) return base->allocate(0);
-    int64_t size = static_cast<int64_t>(n), own = draw(size);
-    auto* from = drawing;  // the callback may change what this thread draws on
+    auto* from = drawings[kCpu].from;  // the callback may change what this thread draws on
+    int64_t size = static_cast<int64_t>(n), own = draw(from, size);
     if (size > own) {
       try {
-        admit(size - own);
+        admit(size - own, size);
       } catch (...) {
         undraw(from, own);
         throw;
@@ -178,73 +138,67 @@ Guard guard;
 }  // namespace
 
 extern "C" {
-void vm_install() {
+// Returns the reason why not, null when it is in.
+const char* vm_install(int, int, int) {
   auto* now = c10::GetCPUAllocator();
-  if (now == &guard) return;
+  if (now == &guard) return nullptr;
   base = now;
   base_free = base->raw_deleter();
   c10::SetCPUAllocator(&guard, 100);
+  return nullptr;
 }
-void vm_uninstall() {
+void vm_uninstall(int, int) {
   if (base && c10::GetCPUAllocator() == &guard) c10::SetCPUAllocator(base, 100);
 }
-int vm_installed() { return c10::GetCPUAllocator() == &guard; }
-void vm_callbacks(PressureFn pressure, InterruptFn interrupt) {
-  on_pressure = pressure;
-  set_interrupt = interrupt;
+int vm_installed(int) { return c10::GetCPUAllocator() == &guard; }
+// In a forked child nobody could answer, and a lock that another thread held stays locked.
+void vm_forked(int) {
+  callbacks[kCpu].pressure = nullptr;
+  budget = INT64_MAX;
+  new (&adopted_mutex) std::mutex;
 }
-void vm_message(const char* text) { message = text; }
-void vm_set_budget(int64_t n) { budget = n; }
-int64_t vm_live() { return live(); }
-int64_t vm_committed() { return committed; }
-int64_t vm_peak() { return peak; }
-int64_t vm_calls() { return calls; }
-void vm_reset_peak() { peak = live(); }
+void vm_set_budget(int, int64_t n) { budget = n; }
+int64_t vm_live(int) { return live(); }
+int64_t vm_committed(int) { return committed; }
+int64_t vm_cached(int) { return 0; }  // what is freed goes back to the C library, which tells nobody
+int64_t vm_peak(int) { return peak; }
+void vm_reset_peak(int) { peak = live(); }
 
 // Takes n bytes of the free room, or returns null.
-Reservation* vm_reserve(int64_t n) {
+Reservation* vm_reserve(int, int64_t n) {
   held.fetch_add(n);  // before the commit: in between, live reads too low, where the other order would raise the peak
-  if (commit(n)) return new Reservation{{n}};
+  if (commit(n)) return new Reservation{kCpu, {n}};
   held.fetch_sub(n);
   return nullptr;
 }
-int64_t vm_left(Reservation* r) { return r->left; }
 // Hands the bytes left to whoever is named in the callback's answer: they stay committed.
-// Reservations are never deleted: a thread may still draw on one when another lets it go. They take eight bytes each.
 void vm_transfer(Reservation* r) {
-  if (r) held.fetch_sub(r->left.exchange(0));
+  if (r) held.fetch_sub(close(r));
 }
 void vm_release(Reservation* r) {
   if (!r) return;
-  int64_t left = r->left.exchange(0);
+  int64_t left = close(r);
   committed.fetch_sub(left);
   held.fetch_sub(left);
 }
-// This thread's allocations draw on r (null: on nothing); returns what they drew on before.
-Reservation* vm_draw_on(Reservation* r, int own_move) {
-  auto* before = drawing;
-  drawing = r;
-  prepaid = own_move != 0;
-  return before;
-}
-int64_t vm_credit() { return drawing ? drawing->left.load() : 0; }
 // Declared bytes of an outside engine: counted, never allocated here.
 void vm_spend(Reservation* r, int64_t n) {
-  r->left.fetch_sub(n);
-  held.fetch_sub(n);
+  int64_t promised = take(r, n);
+  committed.fetch_add(n - promised);
+  held.fetch_sub(promised);
   note_peak();
 }
-void vm_give_back(int64_t n) { gave(n); }
+void vm_give_back(int, int64_t n) { gave(n); }
 
 // Whether the memory is the CPU allocator's, counted or not: then freeing it gives room.
-int vm_owns(c10::StorageImpl* storage) {
+int vm_owns(int, c10::StorageImpl* storage) {
   auto free = storage->_mutable_data_ptr_no_checks().get_deleter();
   return free == &release || free == &release_adopted || (base_free && free == base_free);
 }
 
 // Counts a storage that was allocated before the guard. Returns its bytes, 0 when it is counted already or empty,
 // -1 when its memory is not the CPU allocator's (a mapping, numpy's).
-int64_t vm_adopt(c10::StorageImpl* storage) {
+int64_t vm_adopt(int, c10::StorageImpl* storage) {
   auto& pointer = storage->_mutable_data_ptr_no_checks();
   if (!pointer.get()) return 0;
   auto free = pointer.get_deleter();

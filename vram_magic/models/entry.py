@@ -4,7 +4,9 @@ A model is called through many doors: ``model(x)``, ``generate``, ``encode``, a 
 managed modules is shadowed by an `EntryPoint` in the instance's ``__dict__``, as accelerate does with ``forward``. What
 was tried and fails: replacing ``__class__`` (libraries compare it), forward hooks (they cost torch's fast paths, and
 see ``forward`` only), hooks on every child (12 % on a small model). So children are shadowed only while some block is
-out; while everything is there, a call costs one entry at the root.
+out; while everything is there, a call costs one entry at the root. On an accelerator, children that are models of their
+own (they name their device: a text encoder, say) are shadowed always, since people call them with inputs made for
+where they last saw the weights.
 
 An entry point refers to its object weakly, so ``del model`` frees at once. It copies and pickles as the plain bound
 method, so copies of a managed model are plain models.
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vram_magic.errors import UnknownModelError
+from vram_magic.models.execution import Carrier, ExecutionDevice, execution_device_of
 
 if TYPE_CHECKING:
     from vram_magic.models.managed import ManagedModel
@@ -46,6 +49,7 @@ class EntryPoint:
         bound: bool,
         registry: Registry,
         model: ManagedModel,
+        execution_device: torch.device | None = None,
     ) -> None:
         self._thing = weakref.ref(thing)
         self._name = name
@@ -53,6 +57,9 @@ class EntryPoint:
         self._bound = bound
         self._registry = registry
         self._model = model
+        self._outermost = function
+        if execution_device is not None and name not in _READS_IN_PLACE:
+            self._outermost = Carrier(function, execution_device, model)
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +78,7 @@ class EntryPoint:
             return self._function(*args, **kwargs)
         lease = registry.begin(model, bring=self._name not in _READS_IN_PLACE)
         try:
-            result = self._function(*args, **kwargs)
+            result = self._outermost(*args, **kwargs)
         finally:
             registry.end(lease)
         if isinstance(result, _SUSPENDED):
@@ -199,8 +206,17 @@ class _Shadow:
 class EntryPoints:
     """All entry points of one model: on its roots always, on the modules below only while asked to watch them."""
 
-    def __init__(self, registry: Registry, roots: Iterable[torch.nn.Module]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        roots: Iterable[torch.nn.Module],
+        execution_device: torch.device | None = None,
+        thing: object = None,
+    ) -> None:
+        """``execution_device``: an accelerator to bring inputs to, None for the CPU; ``thing``: the roots' holder."""
         self._registry = registry
+        self._execution = None if execution_device is None else ExecutionDevice(execution_device)
+        self._thing = _weakly(thing)
         self._roots = [weakref.ref(root) for root in roots]
         self._on_roots: list[_Shadow] = []
         self._on_children: list[_Shadow] = []
@@ -208,12 +224,15 @@ class EntryPoints:
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, EntryPoint]] = weakref.WeakKeyDictionary()
 
     def install(self, model: ManagedModel) -> None:
-        self._on_roots = [shadow for root in self._living() for shadow in self._shadow(root, model)]
+        roots = self._living()
+        always = [*roots, *self._announced(roots)]
+        self._on_roots = [shadow for module in always for shadow in self._shadow(module, model)]
 
     def watch_children(self, model: ManagedModel) -> None:
         if self._on_children:
             return
         roots = self._living()
+        self._announced(roots)  # a child may be new
         children = [child for root in roots for child in root.modules() if child not in roots]
         self._on_children = [shadow for child in children for shadow in self._shadow(child, model)]
 
@@ -227,6 +246,16 @@ class EntryPoints:
         for shadow in self._on_roots:
             shadow.take_away()
         self._on_roots = []
+        if self._execution is not None:
+            self._execution.withdraw()
+
+    def _announced(self, roots: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """The modules whose ``device`` now names the execution device, the object's own too; none on the CPU."""
+        if self._execution is None:
+            return []
+        modules = dict.fromkeys(module for root in roots for module in root.modules())
+        self._execution.announce([self._thing(), *modules])
+        return [module for module in modules if execution_device_of(module) is not None]
 
     def _living(self) -> list[torch.nn.Module]:
         return [root for ref in self._roots if (root := ref()) is not None]
@@ -248,12 +277,20 @@ class EntryPoints:
 
     def _entry(self, module: torch.nn.Module, name: str, own: Any, model: ManagedModel) -> EntryPoint | None:
         function, bound = _unwrapped(module, name, own)
+        device = None if self._execution is None else self._execution.device
         if function is None or bound:
-            return None if function is None else EntryPoint(module, name, function, True, self._registry, model)
+            return None if function is None else EntryPoint(module, name, function, True, self._registry, model, device)
         known = self._known.setdefault(module, {})
         if name not in known:
-            known[name] = EntryPoint(module, name, function, False, self._registry, model)
+            known[name] = EntryPoint(module, name, function, False, self._registry, model, device)
         return known[name]
+
+
+def _weakly(thing: object) -> Callable[[], object]:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # None, or a class with __slots__
+        return lambda: None
 
 
 def _unwrapped(module: torch.nn.Module, name: str, own: Any) -> tuple[Callable[..., Any] | None, bool]:

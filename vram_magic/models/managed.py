@@ -185,8 +185,7 @@ class TorchModel(ManagedModel):
     def evict(self, parts: list[Block], *, only_proven: bool = False, may_rest: bool = False) -> tuple[int, str]:
         # Children are watched before the first weight leaves: a call that comes in between must wait for us.
         self._entries.watch_children(self)
-        self.body.wants_copies = self.residency == "host"
-        freed, stayed = self.body.evict(parts, only_proven=only_proven, may_rest=may_rest)
+        freed, stayed = self.body.evict(parts, only_proven=only_proven, may_rest=may_rest, residency=self.residency)
         self._sync_entries()
         return freed, stayed[0] if stayed else ""
 
@@ -209,7 +208,7 @@ class TorchModel(ManagedModel):
         if self._finalizer is not None:
             self._finalizer.detach()
         self._entries.remove()
-        self.body.read_back_spilled(reservation)
+        self.body.hand_back(reservation)
 
 
 class EngineModel(ManagedModel):

@@ -106,7 +106,9 @@ def _manager_on(device: str | None) -> VRAMManager:
     """The manager, on that device if one is named. Raises `VRAMError` when it is on another one."""
     if device is None:
         return vram_magic.manager()
-    managers = open_managers()
+    from vram_magic.opening import which_device  # here: it needs torch
+
+    device, managers = str(which_device(device)), open_managers()
     if device in managers or not managers:
         return managers.get(device) or vram_magic.VRAMManager(device=device)
     manager = next(iter(managers.values()))

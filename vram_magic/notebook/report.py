@@ -16,6 +16,7 @@ from vram_magic.notebook.current import managed_models
 from vram_magic.sizes import format_size
 
 if TYPE_CHECKING:
+    from vram_magic.devices.base import Outside
     from vram_magic.models.managed import ManagedModel
     from vram_magic.vram_manager import VRAMManager
 
@@ -57,6 +58,7 @@ class Report:
     free_bytes: int
     peak_bytes: int
     rows: tuple[Row, ...]
+    outside: Outside | None = None
 
     @classmethod
     def of(cls, manager: VRAMManager, *, fresh: bool = False) -> Report:
@@ -65,7 +67,8 @@ class Report:
             _ = handle.state  # asking is looking
         rows = tuple(_row_of(model) for model in managed_models(manager))
         used, budget = manager.used_bytes, manager.budget_bytes
-        return cls(manager.device, manager.guard, budget, used, budget - used, manager.peak_bytes, rows)
+        outside = manager.outside(processes=fresh)
+        return cls(manager.device, manager.guard, budget, used, budget - used, manager.peak_bytes, rows, outside)
 
     @property
     def other_bytes(self) -> int:
@@ -81,7 +84,17 @@ class Report:
     @property
     def _footer(self) -> str:
         none = "" if self.rows else "no models yet; load one with: %load_model NAME SOURCE\n"
-        return f"{none}other tensors: {format_size(self.other_bytes)}"
+        return f"{none}other tensors: {format_size(self.other_bytes)}{self._foreign}"
+
+    @property
+    def _foreign(self) -> str:
+        """A line about the rest of the device, where the driver tells."""
+        if self.outside is None:
+            return ""
+        names = f" ({', '.join(self.outside.processes)})" if self.outside.processes else ""
+        foreign, free = format_size(self.outside.foreign_bytes), format_size(self.outside.free_bytes)
+        total = format_size(self.outside.total_bytes)
+        return f"\nother processes and the driver: {foreign}{names}; {free} of {total} free on the device"
 
     def __repr__(self) -> str:
         table = [_HEADINGS, *((shortened(row.name), *row.cells) for row in self.rows)] if self.rows else []
@@ -126,8 +139,8 @@ def _marks(model: ManagedModel) -> Iterator[str]:
     if model.residency != "auto":
         yield f"residency {model.residency}"
     body = getattr(model, "body", None)  # an outside engine has none
-    if body is not None and body.figures.host_bytes:
-        yield f"{format_size(body.figures.host_bytes)} spilled"
+    if body is not None and body.figures.spilled_bytes:
+        yield f"{format_size(body.figures.spilled_bytes)} spilled"
 
 
 def _aligned(table: list[tuple[str, ...]]) -> list[str]:

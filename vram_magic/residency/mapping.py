@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["FilePages", "bury", "file_pages", "map_range", "memory_at", "was_written"]
+__all__ = ["FilePages", "bury", "file_pages", "map_range", "was_written"]
 
 _PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -58,11 +58,6 @@ def bury(storage: torch.UntypedStorage) -> None:
     _graves.append((now, storage))
     while _graves and now - _graves[0][0] > _GRAVE_S:
         _graves.popleft()
-
-
-def memory_at(address: int, size_bytes: int) -> memoryview:
-    """Bytes in this process's memory, writable. Valid while whatever owns them lives."""
-    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
 
 
 def was_written(address: int, size_bytes: int) -> bool | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vram_magic.devices.host import HostShare
 from vram_magic.residency.checkpoint import TensorRange, WeightFile
 from vram_magic.residency.spans import Span
 
@@ -26,7 +27,10 @@ class Record:
     file: WeightFile | None = None
     offset: int = 0
     digest: int | None = None
-    mapping: torch.Tensor | None = None
+    stand_in: torch.Tensor | None = None
+    """What the tensors lie over while they are out: a private mapping of ``file``, or a copy in RAM."""
+    share: HostShare | None = None
+    """The RAM that the copy takes; with it ``stand_in`` is a copy, and is itself the true bytes."""
     edited: bool = False
     counted: bool = False
 
@@ -68,6 +72,9 @@ class Figures:
     total_bytes: int = 0
     device_bytes: int = 0
     host_bytes: int = 0
+    """In copies of our own, in RAM or in spill files, and in RAM of the user's."""
+    spilled_bytes: int = 0
+    """What of them is in spill files."""
     disk_bytes: int = 0
     blocks: tuple[tuple[int, int], ...] = ()
     kept: tuple[Kept, ...] = ()

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import torch
 
 from vram_magic.devices.base import Device
-from vram_magic.residency.mapping import FilePages, file_pages, memory_at
+from vram_magic.devices.host import memory_at
+from vram_magic.residency.mapping import FilePages, file_pages
 
 __all__ = ["Span", "survey"]
 
@@ -63,8 +64,13 @@ class Span:
 
     @property
     def bytes(self) -> memoryview:
-        """The span's memory, writable; valid while the span lives. Only where the CPU can reach it."""
+        """The span's memory, writable; valid while the span lives. Only where the processor can reach it."""
         return memory_at(self.address, self.nbytes)
+
+    def raw(self) -> torch.Tensor:
+        """The span's memory as a tensor (uint8, `nbytes` long): one more user of the storage while it lives."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.memory.device)
+        return empty.set_(self.memory, self.start, (self.nbytes,), (1,))
 
     @property
     def file_place(self) -> tuple[int, int, int] | None:
@@ -113,7 +119,7 @@ def survey(
             span.alone = len(group) == 1
             _add_bases(span)
     found = [span for group in spans.values() for span in group]
-    _find_pages(found)
+    _find_pages(found, device)
     return found
 
 
@@ -162,7 +168,7 @@ def _place(
     device: Device,
     stands_in: Callable[[torch.UntypedStorage], bool],
 ) -> None:
-    fixed = _fixed(tensor, device.name)
+    fixed = _fixed(tensor, device)
     if fixed and tensor.layout != torch.strided:
         spans.setdefault(-id(tensor), []).append(Span(_NO_MEMORY, 0, 0, [tensor], [1], names=[name], fixed=fixed))
         return
@@ -170,7 +176,9 @@ def _place(
     if not storage.nbytes():
         return
     owned = device.owns(storage)
-    span = _span_for(spans, tensor, storage, whole=owned or stands_in(storage))
+    # Elsewhere only a file that is mapped as one piece for many tensors, which cannot grow, is taken range by range.
+    whole = owned or stands_in(storage) or (not device.is_host and storage.resizable())
+    span = _span_for(spans, tensor, storage, whole=whole)
     span.owned = owned
     span.fixed = span.fixed or fixed
     span.names.append(name)
@@ -223,12 +231,12 @@ def _add(span: Span, tensor: torch.Tensor) -> None:
     span.slots.append(1)
 
 
-def _fixed(tensor: torch.Tensor, device_type: str) -> str:
+def _fixed(tensor: torch.Tensor, device: Device) -> str:
     """Why the memory of the tensor cannot be moved, or an empty string."""
     reasons = {
         f"a tensor of type {type(tensor).__name__}": type(tensor) not in _PLAIN_TYPES,
         f"a {str(tensor.layout).removeprefix('torch.')} tensor": tensor.layout != torch.strided,
-        f"on the device {tensor.device}": tensor.device.type not in (device_type, "cpu"),
+        f"on the device {tensor.device}": tensor.device.type != "cpu" and tensor.device != device.torch_device,
         "made under inference_mode, so its data cannot be replaced": tensor.is_inference(),
         "a quantized tensor with side state": tensor.is_quantized,
         "a lazily conjugated or negated tensor": tensor.is_conj() or tensor.is_neg(),
@@ -236,7 +244,7 @@ def _fixed(tensor: torch.Tensor, device_type: str) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def _find_pages(spans: list[Span]) -> None:
+def _find_pages(spans: list[Span], device: Device) -> None:
     mapped = [span for span in spans if not span.owned and not span.fixed]
     pages = file_pages() if mapped else []  # in the order of addresses
     starts = [page.start for page in pages]
@@ -244,7 +252,7 @@ def _find_pages(spans: list[Span]) -> None:
         address = span.address
         page = pages[max(bisect_right(starts, address) - 1, 0)] if pages else None
         span.pages = page if page and page.start <= address and address + span.nbytes <= page.end else None
-        if span.pages is None:
+        if span.pages is None and device.is_host:
             span.fixed = "in memory that torch does not own (numpy's, or shared)"
 
 

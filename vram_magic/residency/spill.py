@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
@@ -64,18 +65,21 @@ class SpillStore:
             self._removal = weakref.finalize(self, _remove_folder, folder, self._pid)  # at the kernel's end, too
         return self._folder
 
-    def write(self, parts: list[memoryview]) -> tuple[WeightFile, list[int]]:
-        """A new file with the parts, and the offset of each. Raises OSError and leaves nothing when it cannot."""
-        offsets = _offsets(parts)
-        total = offsets[-1] + len(parts[-1])
+    def write(self, parts: Sequence[tuple[int, Iterable[memoryview]]]) -> tuple[WeightFile, list[int]]:
+        """A new file with the parts, each given as its size and its pieces; returns it and the offset of each.
+
+        Raises OSError and leaves nothing when it cannot.
+        """
+        offsets = _offsets([size for size, _ in parts])
+        total = offsets[-1] + parts[-1][0]
         self._check_disk(total)
         path = self.folder / f"{next(_numbers)}.weights"
         temporary = path.with_suffix(".partial")
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, total)  # a full disk shows before anything is written
-            for part, offset in zip(parts, offsets, strict=True):
-                _write(fd, part, offset)
+            for (_, pieces), offset in zip(parts, offsets, strict=True):
+                _write(fd, pieces, offset)
             os.replace(temporary, path)
         except BaseException:
             os.close(fd)
@@ -126,15 +130,17 @@ def _remove(path: Path, pid: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def _offsets(parts: list[memoryview]) -> list[int]:
-    ends = itertools.accumulate((-(-len(part) // _ALIGN) * _ALIGN for part in parts), initial=0)
+def _offsets(sizes: list[int]) -> list[int]:
+    ends = itertools.accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0)
     return list(ends)[:-1]
 
 
-def _write(fd: int, part: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(part):
-        done += os.pwrite(fd, part[done : done + (16 << 20)], offset + done)
+def _write(fd: int, pieces: Iterable[memoryview], offset: int) -> None:
+    for piece in pieces:
+        done = 0
+        while done < len(piece):
+            done += os.pwrite(fd, piece[done:], offset + done)
+        offset += len(piece)
 
 
 def _started(pid: int) -> int:

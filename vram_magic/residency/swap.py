@@ -54,19 +54,20 @@ _WAITING = {
     ("queue", "get"), ("selectors", "select"), ("concurrent.futures.thread", "_worker"),
     ("multiprocessing.connection", "wait"), ("subprocess", "_try_wait"), ("subprocess", "wait"),
     ("socket", "accept"), ("socket", "readinto"), ("ssl", "read"),
-    ("vram_magic.workers", "_work"), ("vram_magic.workers", "wait"),
+    ("vram_magic.workers", "_work"), ("vram_magic.workers", "run"), ("vram_magic.workers", "finish"),
+    ("vram_magic.workers", "wait"),
 }  # fmt: skip
 _WAITING_PACKAGES = {"execnet", "ipykernel", "zmq"}
 
 
-def busy(span: Span, references: list[int] | None = None, *, holders: int = 0) -> str:
+def busy(span: Span, references: list[int] | None = None, *, holders: int | None = 0) -> str:
     """Why the span's memory cannot be replaced now, or an empty string. A look only: it may be out of date at once.
 
     ``references`` are the counts from `harmless`, or None to leave them out; ``holders`` is how many tensors of our
-    own lie over the same memory.
+    own lie over the same memory, or None where anybody's may, and will keep it.
     """
     tensors = span.tensors
-    if span.alone and _storage_use_count(span.memory._cdata) != _owners(span, holders):
+    if span.alone and holders is not None and _storage_use_count(span.memory._cdata) != _owners(span, holders):
         return SHARED
     if list(map(_use_count, tensors)) != span.uses:
         return "an operation or an autograd graph uses it"
@@ -75,7 +76,7 @@ def busy(span: Span, references: list[int] | None = None, *, holders: int = 0) -
     return ""
 
 
-def replace(span: Span, fresh: list[torch.Tensor], references: list[int], *, holders: int = 0) -> bool:
+def replace(span: Span, fresh: list[torch.Tensor], references: list[int], *, holders: int | None = 0) -> bool:
     """Gives each of the span's tensors the data of its counterpart in ``fresh``, all or none; False: it is in use.
 
     The span still holds the old memory, so nothing is freed here. ``references`` and ``holders`` as for `busy`.
@@ -85,7 +86,7 @@ def replace(span: Span, fresh: list[torch.Tensor], references: list[int], *, hol
         map(operator.eq, map(_use_count, tensors), span.uses),
         map(operator.eq, map(_refcounts, tensors), references),
     ]
-    if span.alone:
+    if span.alone and holders is not None:
         looks.append(map(operator.eq, map(_storage_use_count, [span.memory._cdata]), [_owners(span, holders)]))
     idle = map(all, [chain.from_iterable(looks)])
     # One call into C: from the first look to the last replacement no other thread runs.

@@ -1,0 +1,27 @@
+"""Where the tests run: on the CPU, or with ``VRAM_MAGIC_TEST_DEVICE=cuda`` on the simulated GPU.
+
+Import this before anything that imports torch, in scripts that a test starts, too: they find it, since conftest.py puts
+this folder on ``PYTHONPATH``, and they run where the test does.
+"""
+
+from __future__ import annotations
+
+import os
+
+import simulated
+
+__all__ = ["DEVICE", "GRAIN_BYTES", "footprint"]
+
+DEVICE = os.environ.get("VRAM_MAGIC_TEST_DEVICE", "cpu")
+"""``"cpu"`` or ``"cuda"``."""
+
+if DEVICE == "cuda":
+    simulated.load()
+
+GRAIN_BYTES = 512 if DEVICE == "cuda" else 1
+"""The device's allocator rounds each allocation up to this."""
+
+
+def footprint(*size_bytes: int) -> int:
+    """What allocations of these sizes take there together."""
+    return sum(-(-size // GRAIN_BYTES) * GRAIN_BYTES for size in size_bytes)

@@ -1,0 +1,399 @@
+// How the guards of accelerators count: by tickets, since frees cannot be seen.
+//
+// A deleter must stay the allocator's own (CUDA graph trees compare it), so what is live is asked of the allocator, which
+// takes its lock and some microseconds. In between, tickets say what may be admitted unseen. Of each device, in bytes:
+//   budget    what live and held bytes together may reach by an allocation
+//   live      what the allocator has handed out, and `spent`: declared bytes of outside engines
+//   held      what reservations still hold
+//   inflight  admitted, but perhaps not in the allocator's figures yet
+//   headroom  tickets: what may still be admitted without a look
+// No request is ever missed, so what is admitted never passes the budget: a request enters inflight before it takes
+// tickets or leaves held, and leaves it when the allocator has counted it; a look calls the tickets in, and then reads
+// held, inflight and the figures, in this order. One that is just being handed over is counted twice: a look that would
+// refuse because of it waits a moment and looks again.
+//
+// The allocator may count up to twice the bytes asked (the rest of a block that it does not split, its rounding
+// options), so a look hands out half of the room in tickets; a request that is short of them looks itself.
+//
+// Locks: the mutex of a device, for a look and what changes its room. It is never held while calling back or waiting
+// for the GIL; the allocator's own lock is taken inside it, as whoever holds that one waits for no one. An allocation
+// that finds tickets takes no lock. Refuses to know how the guard was put before the allocator, and who leaves.
+#pragma once
+
+#include "room.h"
+
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <sched.h>
+
+#include <chrono>
+#include <exception>
+#include <mutex>
+#include <new>
+#include <thread>
+
+namespace {
+
+constexpr int64_t kGrain = 512;  // what c10's caching allocators round up to
+constexpr int64_t kNoLimit = INT64_MAX / 4, kLargest = int64_t{1} << 60;
+constexpr int kTries = 16, kPatience = 48, kYields = 16;
+
+struct Figures {
+  int64_t allocated = 0, peak = 0, reserved = 0;
+};
+
+struct Look {
+  int64_t live, held, inflight, room;
+};
+
+struct Ledger {
+  alignas(64) std::atomic<int64_t> headroom{0};  // with what every allocation touches
+  std::atomic<int64_t> inflight{0}, calls{0};
+  std::atomic<bool> limited{false};
+  alignas(64) std::mutex mutex;
+  std::atomic<int64_t> budget{kNoLimit}, held{0}, spent{0};
+  std::atomic<int64_t> seen{0}, top{0};  // what the allocator said at the last look; the most bytes live at any
+  int64_t known_peak = 0;                // the allocator's own, from before we counted
+
+  int index() const;
+  bool has_tickets(int64_t n);
+  bool admit_after_look(int64_t n, int64_t own);
+  Look look(int64_t wanted, int64_t own);
+  Look glance();
+};
+Ledger ledgers[kDevices];
+
+int Ledger::index() const { return static_cast<int>(this - ledgers); }
+
+std::atomic<c10::DeviceAllocator*> source{nullptr};  // of the figures: torch's allocator
+std::atomic<int> served_type{-1};                    // of device; there is one accelerator type in a process
+std::atomic<bool> forked{false};
+
+// Zeros before the device was first used. A forked child asks nobody: the allocator's lock may be locked for ever there.
+Figures figures(const Ledger& ledger) {
+  auto* from = source.load();
+  if (!from || forked.load()) return {ledger.seen.load(), 0, ledger.seen.load()};
+  try {
+    if (!from->initialized()) return {};
+    auto stats = from->getDeviceStats(static_cast<c10::DeviceIndex>(ledger.index()));
+    constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    return {stats.allocated_bytes[kAll].current, stats.allocated_bytes[kAll].peak, stats.reserved_bytes[kAll].current};
+  } catch (const std::exception&) {  // not every allocator keeps figures
+    return {};
+  }
+}
+
+// Under the mutex.
+Look Ledger::glance() {
+  Look now{};
+  now.held = held.load();
+  now.inflight = inflight.load();
+  seen = figures(*this).allocated;
+  now.live = seen.load() + spent.load();
+  now.room = budget.load() - now.live - now.held - now.inflight;
+  if (now.live > top.load()) top = now.live;
+  return now;
+}
+
+void wait_a_little(int round) {
+  if (round < kYields) {
+    sched_yield();
+  } else {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+// The room, with the tickets called in; under the mutex. Where only requests in flight (but for the caller's `own`) stand
+// in the way of `wanted`, some are counted twice: they are waited for, for some milliseconds at most.
+Look Ledger::look(int64_t wanted, int64_t own) {
+  headroom.exchange(0);
+  for (int round = 0;; round++) {
+    Look now = glance();
+    if (now.room >= wanted || now.room + now.inflight - own < wanted || round == kPatience) return now;
+    wait_a_little(round);
+  }
+}
+
+// Compare and swap, not subtract and undo: an undo after a look would hand out tickets that the look called in.
+bool Ledger::has_tickets(int64_t n) {
+  int64_t there = headroom.load(std::memory_order_relaxed);
+  if (C10_UNLIKELY(there < n)) return false;
+  inflight.fetch_add(n);
+  do {
+    if (there < n) {
+      inflight.fetch_sub(n);
+      return false;
+    }
+  } while (!headroom.compare_exchange_weak(there, there - n));
+  return true;
+}
+
+bool Ledger::admit_after_look(int64_t n, int64_t own) {
+  std::lock_guard<std::mutex> hold(mutex);
+  Look now = look(n, own);
+  if (now.room < n) return false;
+  inflight.fetch_add(n);
+  // Added, not set: what was taken beyond the tickets since the look must stay taken.
+  headroom.fetch_add(std::max<int64_t>((now.room - now.inflight - 2 * n) / 2, 0));
+  return true;
+}
+
+// One allocation on its way through the guard. What has been paid of it is in the device's inflight.
+class Request {
+ public:
+  Request(Ledger& ledger, size_t n) : ledger_(ledger), size_(rounded(n)) {
+    ledger.calls.fetch_add(1, std::memory_order_relaxed);
+  }
+  ~Request() { withdraw(); }
+  Request(const Request&) = delete;
+  Request& operator=(const Request&) = delete;
+
+  // Pays for the bytes: by the reservation, by what was granted, by tickets. Asks for room; throws when there is none.
+  void admit() {
+    for (int asked = 0;; asked++) {
+      draw();
+      int64_t rest = size_ - paid_;
+      if (rest == 0 || ledger_.has_tickets(rest) || ledger_.admit_after_look(rest, paid_)) {
+        paid_ += rest;
+        return;
+      }
+      // Our own moves go beyond what was promised: refusing some bytes would break a move half way.
+      if (drawings[ledger_.index()].prepaid || !ledger_.limited.load()) return overdraw(rest);
+      give_back();
+      if (asked == kTries || !may_ask(ledger_.index()) || !ask(kBudget)) {
+        refuse(out_of_budget(ledger_.budget, ledger_.seen + ledger_.spent + ledger_.held, size_));
+      }
+    }
+  }
+
+  // Asks in this request's name; true when room was granted, by `grant`.
+  bool ask(Why why) {
+    int64_t unpaid = size_ - paid_, own = std::min(vm_credit(ledger_.index()), unpaid);
+    asking = this;
+    bool granted = ::ask(ledger_.index(), unpaid - own, why, size_);
+    asking = nullptr;
+    return granted;
+  }
+
+  // Held bytes become this thread's request's; false when it has none on the device.
+  static bool grant(const Ledger& ledger, int64_t n) {
+    if (!asking || &asking->ledger_ != &ledger) return false;
+    asking->pay(n);
+    return true;
+  }
+
+  void done() { drawn_ = 0; }  // the allocator counts the bytes now
+
+  void withdraw() {
+    give_back();
+    ledger_.inflight.fetch_sub(std::exchange(paid_, 0));
+  }
+
+ private:
+  static int64_t rounded(size_t n) {
+    int64_t size = n > static_cast<size_t>(kLargest) ? kLargest : static_cast<int64_t>(n);
+    return (size + kGrain - 1) / kGrain * kGrain;
+  }
+
+  void pay(int64_t n) {
+    ledger_.inflight.fetch_add(n);
+    paid_ += n;
+  }
+
+  void draw() {
+    from_ = drawings[ledger_.index()].from;
+    drawn_ = take(from_, size_ - paid_);
+    if (!drawn_) return;
+    pay(drawn_);
+    ledger_.held.fetch_sub(drawn_);
+    ledger_.headroom.fetch_sub(drawn_);  // the allocator may count twice as much, and nobody else would notice
+  }
+
+  void overdraw(int64_t n) {
+    pay(n);
+    ledger_.headroom.fetch_sub(n);
+  }
+
+  void give_back() {
+    int64_t n = std::exchange(drawn_, 0);
+    if (!n) return;
+    ledger_.held.fetch_add(n);
+    if (!put_back(from_, n)) ledger_.held.fetch_sub(n);
+    ledger_.inflight.fetch_sub(n);
+    paid_ -= n;
+  }
+
+  static thread_local Request* asking;
+
+  Ledger& ledger_;
+  const int64_t size_;
+  Reservation* from_ = nullptr;
+  int64_t drawn_ = 0, paid_ = 0;
+};
+thread_local Request* Request::asking = nullptr;
+
+// The ledger of the device that an allocation now goes to, null when it is not limited.
+Ledger* limited_ledger() {
+  static std::atomic<int> count{0};
+  auto* impl = c10::impl::getDeviceGuardImpl(static_cast<c10::DeviceType>(served_type.load(std::memory_order_relaxed)));
+  int known = count.load(std::memory_order_relaxed), index = 0;
+  if (C10_UNLIKELY(known == 0)) count = known = impl->deviceCount();
+  if (known > 1) index = impl->getDevice().index();
+  if (C10_UNLIKELY(index < 0 || index >= kDevices)) return nullptr;
+  return ledgers[index].limited.load(std::memory_order_relaxed) ? &ledgers[index] : nullptr;
+}
+
+// Runs the allocator's own `allocate` within the limit; where it finds no memory itself, asks for room and tries again.
+template <class Allocate>
+auto guarded(size_t n, Allocate&& allocate) -> decltype(allocate()) {
+  Ledger* ledger = n ? limited_ledger() : nullptr;
+  if (!ledger) return allocate();
+  Request request(*ledger, n);
+  request.admit();
+  for (int retries = 0;; retries++) {
+    std::exception_ptr failure;
+    try {
+      auto memory = allocate();
+      request.done();
+      return memory;
+    } catch (const c10::OutOfMemoryError&) {
+      failure = std::current_exception();
+    }
+    request.withdraw();
+    if (retries == kTries || !may_ask(ledger->index())) std::rethrow_exception(failure);
+    if (!request.ask(kOutOfMemory)) {
+      if (!message.empty()) refuse({});
+      std::rethrow_exception(failure);
+    }
+    request.admit();
+  }
+}
+
+// Begins to limit the device.
+void limit(int index) {
+  Ledger& ledger = ledgers[index];
+  std::lock_guard<std::mutex> hold(ledger.mutex);
+  ledger.headroom = 0;
+  ledger.known_peak = figures(ledger).peak;
+  ledger.top = 0;
+  ledger.top = ledger.glance().live;
+  ledger.limited = true;
+}
+
+// Whether a device is still limited after this one is not.
+bool limited_after(int index) {
+  ledgers[index].limited = false;
+  return std::any_of(ledgers, ledgers + kDevices, [](const Ledger& ledger) { return ledger.limited.load(); });
+}
+
+}  // namespace
+
+extern "C" {
+// In a forked child nobody could answer, and a lock that another thread held stays locked.
+void vm_forked(int index) {
+  Ledger& ledger = ledgers[index];
+  ledger.limited = false;
+  ledger.budget = kNoLimit;
+  forked = true;
+  callbacks[index].pressure = nullptr;
+  new (&ledger.mutex) std::mutex;
+}
+void vm_set_budget(int index, int64_t n) {
+  Ledger& ledger = ledgers[index];
+  std::lock_guard<std::mutex> hold(ledger.mutex);
+  ledger.budget = std::min(n, kNoLimit);
+  ledger.headroom.exchange(0);
+}
+int64_t vm_live(int index) {
+  Ledger& ledger = ledgers[index];
+  std::lock_guard<std::mutex> hold(ledger.mutex);
+  return ledger.glance().live;
+}
+// With what is in flight: a plan that left it out would think that there is room where `vm_reserve` finds none.
+int64_t vm_committed(int index) {
+  Ledger& ledger = ledgers[index];
+  std::lock_guard<std::mutex> hold(ledger.mutex);
+  for (int round = 0; round < kYields && ledger.inflight.load(); round++) sched_yield();
+  Look now = ledger.glance();
+  return now.live + now.held + now.inflight;
+}
+int64_t vm_cached(int index) {
+  Figures now = figures(ledgers[index]);
+  return now.reserved - now.allocated;
+}
+int64_t vm_calls(int index) { return ledgers[index].calls; }
+// The allocator's own peak where it is one of our time; else the most that was seen.
+int64_t vm_peak(int index) {
+  Ledger& ledger = ledgers[index];
+  std::lock_guard<std::mutex> hold(ledger.mutex);
+  ledger.glance();
+  int64_t theirs = figures(ledger).peak;
+  ledger.known_peak = std::min(ledger.known_peak, theirs);  // somebody else may have reset it
+  return std::max(ledger.top.load(), theirs > ledger.known_peak ? theirs : 0);
+}
+void vm_reset_peak(int index) {
+  Ledger& ledger = ledgers[index];
+  std::lock_guard<std::mutex> hold(ledger.mutex);
+  auto* from = source.load();
+  try {
+    if (from && !forked.load() && from->initialized()) from->resetPeakStats(static_cast<c10::DeviceIndex>(index));
+  } catch (const std::exception&) {  // not every allocator keeps figures
+  }
+  ledger.known_peak = figures(ledger).peak;
+  ledger.top = 0;
+  ledger.glance();
+}
+
+// Takes n bytes of the free room, or returns null.
+Reservation* vm_reserve(int index, int64_t n) {
+  Ledger& ledger = ledgers[index];
+  std::lock_guard<std::mutex> hold(ledger.mutex);
+  if (ledger.look(n, 0).room < n) return nullptr;
+  ledger.held.fetch_add(n);
+  return new Reservation{index, {n}};
+}
+// Hands the bytes left to the request that is asking in this thread.
+void vm_transfer(Reservation* r) {
+  if (!r) return;
+  int64_t left = close(r);
+  Request::grant(ledgers[r->device], left);
+  ledgers[r->device].held.fetch_sub(left);
+}
+void vm_release(Reservation* r) {
+  if (r) ledgers[r->device].held.fetch_sub(close(r));
+}
+// Declared bytes of an outside engine: counted, never allocated here.
+void vm_spend(Reservation* r, int64_t n) {
+  Ledger& ledger = ledgers[r->device];
+  std::lock_guard<std::mutex> hold(ledger.mutex);
+  int64_t promised = take(r, n);
+  ledger.spent.fetch_add(n);
+  ledger.held.fetch_sub(promised);
+  ledger.headroom.exchange(0);
+  ledger.glance();
+}
+void vm_give_back(int index, int64_t n) { ledgers[index].spent.fetch_sub(n); }
+
+// Whether the memory came from this allocator and device, so that freeing it gives room.
+int vm_owns(int index, c10::StorageImpl* storage) {
+  auto* from = source.load();
+  auto& pointer = storage->_mutable_data_ptr_no_checks();
+  return from && static_cast<int>(pointer.device().type()) == served_type.load() && pointer.device().index() == index &&
+         pointer.get_deleter() == from->raw_deleter();
+}
+int64_t vm_adopt(int, c10::StorageImpl*) { return 0; }  // the allocator has counted it since it was made
+
+// Nanoseconds for so many allocations of n bytes and their frees, without Python; -1 when one failed.
+int64_t vm_bench(int type, int64_t n, int64_t reps) {
+  auto start = std::chrono::steady_clock::now();
+  try {
+    for (int64_t i = 0; i < reps; i++) c10::GetAllocator(static_cast<c10::DeviceType>(type))->allocate(n);
+  } catch (const std::exception&) {
+    return -1;
+  }
+  auto took = std::chrono::steady_clock::now() - start;
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(took).count();
+}
+}

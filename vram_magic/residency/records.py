@@ -1,0 +1,98 @@
+"""The records of a body: what is remembered of each span from one look to the next, and shared between bodies.
+
+A record is listed under its span's *key*, the storage's address and first byte. Addresses are used again, so a key is
+given up whenever its memory is. Bodies that share weights share their records: one that moves them tells the others.
+Sizes are bytes. Lock: none of its own; the manager lets one thread at a time look at or move a body.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, MutableMapping
+
+import torch
+
+from vram_magic.devices.base import Device
+from vram_magic.residency.checkpoint import TensorRange, torch_dtype_name
+from vram_magic.residency.parts import Key, Record
+from vram_magic.residency.spans import Span
+
+__all__ = ["Records"]
+
+
+class Records:
+    """The records of one body, some of them shared with others."""
+
+    def __init__(
+        self, device: Device, origins: Mapping[str, TensorRange], shared: MutableMapping[Key, Record] | None
+    ) -> None:
+        self._device = device
+        self._origins = dict(origins)
+        self._shared = weakref.WeakValueDictionary[Key, Record]() if shared is None else shared
+        self._own: dict[Key, Record] = {}
+
+    def __getitem__(self, span: Span) -> Record:
+        return self._own[span.key]
+
+    @property
+    def keys(self) -> set[Key]:
+        """The spans seen by the last look, to tell which bodies share memory."""
+        return set(self._own)
+
+    def stands_in(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage is what weights that are out lie over."""
+        record = self._shared.get((storage._cdata, 0))
+        return record is not None and record.stand_in is not None
+
+    def match(self, spans: list[Span]) -> None:
+        """Keeps the records of spans that are still there, starts new ones, lets go of the rest."""
+        known, self._own = self._own, {}
+        for span in spans:
+            record = self._shared.get(span.key)
+            if record is None or record.nbytes != span.nbytes:
+                record = Record(span.nbytes, origin=self._origin_of(span))
+            self._remember(span.key, record)
+            if span.nbytes and not record.counted and span.owned:
+                self._device.adopt(span.tensors[0])
+                record.counted = True
+        self._uncount(record for key, record in known.items() if self._own.get(key) is not record)
+
+    def moved(self, span: Span, memory: torch.Tensor, *, owned: bool) -> None:
+        """Told after a span's tensors lie over ``memory``: lists its record under the new key."""
+        record, before = self._own[span.key], span.key
+        span.moved_to(memory, owned=owned)
+        self._own.pop(before, None)
+        self._shared.pop(before, None)
+        self._remember(span.key, record)
+        if owned:
+            record.counted = True  # `allocate` has counted it
+        else:
+            self._uncount([record])
+
+    def forget(self) -> None:
+        """Lets go of all records: spill files and copies that nobody else needs go."""
+        self._uncount(self._own.values())
+        self._own.clear()
+
+    def _remember(self, key: Key, record: Record) -> None:
+        self._own[key] = self._shared[key] = record
+
+    def _uncount(self, gone: Iterable[Record]) -> None:
+        for record in gone:
+            if record.counted:
+                record.counted = False  # who shares it and still has it counts it again
+                self._device.freed(record.nbytes)
+
+    def _origin_of(self, span: Span) -> TensorRange | None:
+        dtype = None if span.fixed else span.contiguous_dtype()
+        for name in span.names if dtype is not None else ():
+            found = self._origins.get(name)
+            if found and _fits(found, span, dtype):
+                return found
+        return None
+
+
+def _fits(origin: TensorRange, span: Span, dtype: torch.dtype | None) -> bool:
+    """Whether mapping the range would give the very bytes: same type and size, and aligned for the type."""
+    same = getattr(torch, torch_dtype_name(origin.dtype)) is dtype and origin.nbytes == span.nbytes
+    return same and origin.offset % span.tensors[0].element_size() == 0
