@@ -1,12 +1,19 @@
 """Two devices without memory, to allocate on in C++: what ``standin_allocator.cpp`` offers, and a guard for them.
 
-A process that has imported this has a CUDA allocator of its own, so only scripts do that are started for it.
+A process that has imported this has a CUDA allocator of its own. So tests have their scripts run by a process that is
+started for it: `serve` reads them from its input, one after the other, and answers each with what went wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import json
+import signal
+import sys
+import threading
+import traceback
 from pathlib import Path
 
 from vram_magic.guard import native
@@ -25,11 +32,19 @@ for _name in ("allocate", "table"):
     getattr(_library, f"standin_{_name}").restype = ctypes.c_void_p
 for _name in ("live", "peak", "hammer"):
     getattr(_library, f"standin_{_name}").restype = ctypes.c_int64
-_library.standin_start()
 
 live, peak, table, hammer = (getattr(_library, f"standin_{name}") for name in ("live", "peak", "table", "hammer"))
 set_device, set_capacity, set_block = (getattr(_library, f"standin_{name}") for name in ("device", "capacity", "block"))
 replace = _library.standin_replace
+
+
+def start() -> None:
+    """The allocator as it is at first, but for what is still allocated and the peak."""
+    _library.standin_start()
+    for index in range(2):
+        set_capacity(index, 2**62)
+    set_block(512)
+    set_device(0)
 
 
 def guard(index: int = 0) -> native.NativeGuard:
@@ -92,3 +107,20 @@ def limited(limit_bytes, index=0, **options):
         yield one, pressure
     finally:
         one.uninstall()
+        pressure.idle.clear()  # the guard keeps whatever it once called
+
+
+def serve() -> None:
+    """Runs scripts, each a line of JSON, in names of their own: those of this module, and it as `standin`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    module = sys.modules[__name__]
+    for line in sys.stdin:
+        start()
+        names, trouble = {**vars(module), "standin": module, "threading": threading}, ""
+        try:
+            exec(json.loads(line), names)
+        except BaseException:
+            trouble = traceback.format_exc()
+        names.clear()
+        gc.collect()  # blocks of one script must not count in the next
+        print(json.dumps(trouble), flush=True)

@@ -398,7 +398,7 @@ def test_a_call_inside_a_call_that_cannot_fit_fails_at_once(mgr, make):
 
 
 def test_a_full_disk_is_told_and_nobody_hangs(mgr, make, monkeypatch):
-    one, two = make("one", 4), make("two", 4)
+    one, two = make("one", 4, residency="disk"), make("two", 4, residency="disk")
     right = result_of(one)
     torch.manual_seed(0)
     two.model.layers[0].weight.add_(1)

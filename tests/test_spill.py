@@ -73,7 +73,7 @@ def test_forget_and_close_remove_the_files_and_leave_the_weights(tmp_path):
     mgr.close()
     assert not list(tmp_path.iterdir())
     for model, weight in zip(models, before, strict=True):
-        assert torch.equal(model.weight, weight)
+        assert torch.equal(model.weight.cpu(), weight.cpu())
         assert "forward" not in vars(model)
 
 
@@ -112,7 +112,7 @@ def test_what_a_killed_kernel_left_is_swept_and_a_living_one_is_not(tmp_path):
     code = f"""
 import place, os, sys, torch, vram_magic as vm
 mgr = vm.VRAMManager(device=place.DEVICE, budget="1GiB", spill_dir={str(tmp_path)!r}, host_budget=0)
-model = torch.nn.Linear(256, 256)
+model = torch.nn.Linear(256, 256, device=place.DEVICE)
 mgr.register("model", model).evict()
 print("ready", flush=True)
 sys.stdin.read()
@@ -133,7 +133,7 @@ def test_files_go_at_the_normal_end_of_a_kernel(tmp_path):
     code = f"""
 import place, torch, vram_magic as vm
 mgr = vm.VRAMManager(device=place.DEVICE, budget="1GiB", spill_dir={str(tmp_path)!r}, host_budget=0)
-model = torch.nn.Linear(256, 256)
+model = torch.nn.Linear(256, 256, device=place.DEVICE)
 mgr.register("model", model).evict()
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vram_magic.journal import Journal
 from vram_magic.models.managed import ManagedModel, TorchModel
+from vram_magic.residency.parts import Figures
 from vram_magic.sizes import format_size
 
 __all__ = ["why"]
@@ -48,7 +49,7 @@ def _marks(model: ManagedModel) -> str:
 def _weights(model: TorchModel) -> list[str]:
     figures = model.body.figures
     present, count = model.blocks
-    lines = [f"Blocks on the device: {present} of {count}."]
+    lines = [f"Blocks on the device: {present} of {count}.", _elsewhere(figures)]
     lines += [
         f"{kept.name} ({format_size(kept.nbytes)}) cannot leave: {kept.reason}." for kept in figures.kept[:_SHOWN]
     ]
@@ -61,6 +62,16 @@ def _weights(model: TorchModel) -> list[str]:
     if model.body.staying:
         lines.append(f"When last moved, not everything went along: {model.body.staying}.")
     return lines
+
+
+def _elsewhere(figures: Figures) -> str:
+    homes = {
+        "in RAM": figures.host_bytes - figures.spilled_bytes,
+        "in spill files": figures.spilled_bytes,
+        "in weight files": figures.disk_bytes,
+    }
+    out = [f"{format_size(size)} {home}" for home, size in homes.items() if size]
+    return f"Elsewhere: {', '.join(out)}." if out else ""
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from vram_magic.core import Core
 from vram_magic.devices.ledger import LedgerDevice
@@ -121,6 +121,12 @@ class VRAMManager:
                 self._torch_models.store.close()
                 _open.pop(self.device, None)
             self._core.workers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def __repr__(self) -> str:
         used, budget = format_size(self.used_bytes), format_size(self.budget_bytes)

@@ -21,8 +21,8 @@ from torch import nn
 
 import vram_magic as vm
 
-SIDE = 64
-LAYER_BYTES, LAYERS, MODELS_PER_THREAD = SIDE * SIDE * 4, 8, 2
+SIDE = 32
+LAYER_BYTES, LAYERS, MODELS_PER_THREAD = SIDE * SIDE * 4, 24, 2
 PATIENCE = 60
 
 
@@ -40,7 +40,7 @@ class Run:
     """Models, a manager under which they just fit, and the work of one thread."""
 
     def __init__(self, goal: int, threads: int) -> None:
-        self.share = goal // threads
+        self.goal = goal
         self.models = [
             nn.Sequential(*[nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)]).cuda()
             for _ in range(threads * MODELS_PER_THREAD)
@@ -52,9 +52,9 @@ class Run:
         self.tallies = [Tally() for _ in range(threads)]
 
     def work(self, number: int) -> None:
-        """Allocates and loads until the thread has seen its share of evictions."""
+        """Allocates and loads until all threads together have seen so many evictions."""
         tally, turn = self.tallies[number], 0
-        while tally.evictions < self.share:
+        while sum(each.evictions for each in self.tallies) < self.goal:
             faulthandler.dump_traceback_later(PATIENCE, exit=True)  # any thread's progress is progress
             self._try(tally, lambda: take(self.need_bytes))
             mine = number * MODELS_PER_THREAD + turn % MODELS_PER_THREAD
