@@ -68,19 +68,19 @@ class EntryPoint:
         execution_device: torch.device | None = None,
     ) -> None:
         """``own``: what the instance has under the name; None where it is its class's."""
+        function: Callable[..., Any] = getattr(type(thing), name) if own is None else own
+        self._bound = self._own = own is not None
+        if isinstance(own, types.MethodType) and own.__self__ is thing:
+            function, self._bound = own.__func__, False  # the object itself would be a cycle through us
+        functools.update_wrapper(self, function, updated=())
         self._thing = weakref.ref(thing)
         self._name = name
-        self._function: Callable[..., Any] = getattr(type(thing), name) if own is None else own
-        self._own = own is not None
-        self._bound = self._own
-        if isinstance(own, types.MethodType) and own.__self__ is thing:
-            self._function, self._bound = own.__func__, False  # the object itself would be a cycle through us
+        self._function = function
         self._registry = registry
         self._model = model
         self._carrier: Carrier | None = None
         if execution_device is not None and name not in _READS_IN_PLACE:
             self._carrier = self._carrier_to(execution_device)
-        functools.update_wrapper(self, self._function)
 
     def _carrier_to(self, device: torch.device) -> Carrier:
         function, thing = self._function, self._thing
