@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 
 from torch import OutOfMemoryError
 
+from vram_magic.decision import Room
 from vram_magic.devices.base import Device
 from vram_magic.errors import ModelInUseError, VRAMError
 from vram_magic.journal import Journal
 from vram_magic.models.managed import EngineModel, ManagedModel, TorchModel
 from vram_magic.oom import VRAMOutOfMemoryError
 from vram_magic.policy import Request
-from vram_magic.reclaim import Reclaimer, Room
+from vram_magic.reclaim import Reclaimer
 from vram_magic.registry import Registry
 from vram_magic.workers import Workers, settled
 
@@ -155,6 +156,12 @@ class Core:
         """Brings figures up to date, unless somebody is moving the model or we would wait for ourselves."""
         if not (model.moving or model.forgotten or self.closed or self.workers.is_ours):
             settled(self.workers.decide(self.reclaimer.look, model))
+
+    def promote(self, model: ManagedModel) -> None:
+        """After a new wish for its residency: what had to leave although it asked to stay begins anew."""
+        if isinstance(model, TorchModel) and not (model.forgotten or self.closed):
+            with self.registry.moving(model, "leaving"):
+                settled(self.workers.decide(model.body.promote))
 
     def clear_up(self) -> None:
         """Forgets models whose objects have died."""

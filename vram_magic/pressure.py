@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 
 from vram_magic.core import Core
+from vram_magic.decision import Room
 from vram_magic.guard.native import GRANTED, INTERRUPTED, OUT_OF_MEMORY, REFUSED, NativeGuard, NativeReservation
 from vram_magic.oom import VRAMOutOfMemoryError
 from vram_magic.policy import Request
-from vram_magic.reclaim import Room
 from vram_magic.sizes import format_size
 from vram_magic.workers import Outcome
 

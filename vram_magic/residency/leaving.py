@@ -27,7 +27,6 @@ from vram_magic.residency.swap import busy, harmless, replace
 __all__ = ["Leaving"]
 
 _EDITED = "it was edited while it was leaving"
-NOT_IN_FILE = "it was edited, or its file does not hold it"
 
 
 class Leaving:
@@ -44,12 +43,12 @@ class Leaving:
     def leave(self, spans: list[Span], *, only_proven: bool, may_rest: bool) -> tuple[int, str]:
         """All spans leave, or none; returns the bytes that left and why they stayed. Raises OSError (a full disk).
 
-        ``only_proven``: leave only what is safe in its own file, and copy nothing.
+        ``only_proven``: leave only what is safe in its own file; nothing is copied but buffers that are never saved.
         """
         self._device.settle()  # what other streams still compute with the weights must end before their memory goes
         unsafe = [span for span in spans if not self._safe(span, only_proven=only_proven)]
-        if unsafe and only_proven:
-            return 0, NOT_IN_FILE
+        if only_proven and (doubtful := self.doubtful(unsafe)):
+            return 0, doubtful
         copies = self._copied(unsafe)
         moved: list[tuple[Span, Record, torch.Tensor]] = []
         reason = self._swap(spans, copies, moved, may_rest=may_rest)
@@ -57,6 +56,18 @@ class Leaving:
             _undo(moved)
             return 0, reason
         return sum(self._let_go(*entry) for entry in moved), ""
+
+    def doubtful(self, spans: list[Span]) -> str:
+        """Why not all of the spans are safe in their own file, naming the first; empty when they are.
+
+        Buffers that are never saved (rotary frequencies, position ids) are in no file, and no reason.
+        """
+        doubts = (span for span in spans if not span.transient and not (self.backed(span) and self._in_its_file(span)))
+        first = next(doubts, None)
+        return "" if first is None else f"{first.names[0]} was edited, or its file does not hold it"
+
+    def _in_its_file(self, span: Span) -> bool:
+        return not self._records[span].spilled
 
     def backed(self, span: Span) -> bool:
         """Whether the record's backing holds (or is about to be proven to hold) the span's bytes."""

@@ -39,6 +39,9 @@ _use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
 _storage_use_count = torch._C._storage_Use_Count
 _OVERHEAD = next(map(_refcounts, [object()]))  # the list that holds it and the call itself
 
+# Classes of quantized weights answer for themselves when an attribute of a tensor is read or set: in Python.
+_plainly = torch._C.DisableTorchFunctionSubclass
+
 SHARED = "another tensor shares its memory"
 
 # What may hold a reference for a call in progress: frames, argument tuples, and the very method that is being called.
@@ -69,7 +72,9 @@ def busy(span: Span, references: list[int] | None = None, *, holders: int | None
     tensors = span.tensors
     if span.alone and holders is not None and _storage_use_count(span.memory._cdata) != _owners(span, holders):
         return SHARED
-    if list(map(_use_count, tensors)) != span.uses:
+    with _plainly():
+        uses = list(map(_use_count, tensors))
+    if uses != span.uses:
         return "an operation or an autograd graph uses it"
     if references is not None and list(map(_refcounts, tensors)) != references:
         return "Python code is using it"
@@ -90,7 +95,8 @@ def replace(span: Span, fresh: list[torch.Tensor], references: list[int], *, hol
         looks.append(map(operator.eq, map(_storage_use_count, [span.memory._cdata]), [_owners(span, holders)]))
     idle = map(all, [chain.from_iterable(looks)])
     # One call into C: from the first look to the last replacement no other thread runs.
-    done = list(map(setattr, chain.from_iterable(compress([tensors], idle)), repeat("data"), fresh))
+    with _plainly():
+        done = list(map(setattr, chain.from_iterable(compress([tensors], idle)), repeat("data"), fresh))
     return bool(done)
 
 
