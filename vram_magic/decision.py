@@ -11,6 +11,7 @@ from vram_magic.devices.meter import Reservation
 from vram_magic.journal import StepTaken
 from vram_magic.models.managed import Candidates, ManagedModel
 from vram_magic.policy import Plan, Request, Snapshot
+from vram_magic.residency.parts import Key
 
 __all__ = ["Decision", "Room"]
 
@@ -42,6 +43,9 @@ class Decision:
     freed_bytes: int = 0
     left: list[StepTaken] = field(default_factory=list)
     stuck: dict[str, str] = field(default_factory=dict)
+    """Why a model gave less than planned."""
+    stuck_keys: set[Key] = field(default_factory=set)
+    """What of it is not tried again."""
     snapshot: Snapshot | None = None
     plan: Plan | None = None
     first: tuple[Snapshot, Request, Plan] | None = None

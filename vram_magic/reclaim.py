@@ -14,7 +14,7 @@ from typing import Any
 from vram_magic.decision import Decision, Room
 from vram_magic.devices.base import AUTO, Device
 from vram_magic.journal import Journal, Record, StepTaken
-from vram_magic.models.managed import Candidates, ManagedModel, TorchModel
+from vram_magic.models.managed import Candidates, EngineModel, ManagedModel, TorchModel
 from vram_magic.oom import OTHER_PROCESSES, OTHER_TENSORS, VRAMOutOfMemoryError, refusal
 from vram_magic.policy import ModelState, Plan, Request, Snapshot, Step, plan
 from vram_magic.registry import Registry
@@ -206,6 +206,8 @@ class Reclaimer:
             freed, stayed = self._timed(decision, model, parts, step)
         if freed < step.bytes:
             decision.stuck[model.name] = stayed or "it gave less than it held"
+            if isinstance(model, TorchModel):
+                decision.stuck_keys |= {span.key for block in parts for span in block.spans if span.owned}
         return freed
 
     def _demote(self, decision: Decision, model: ManagedModel, parts: list[Any], step: Step) -> tuple[int, str]:
@@ -278,11 +280,13 @@ class Reclaimer:
     def _candidates(self, model: ManagedModel, decision: Decision, *, proven: bool) -> Candidates:
         if self._spared(model, decision.required):
             return Candidates()
-        return model.candidates(proven=proven, may_rest=decision.may_rest)
+        if isinstance(model, EngineModel) and model.name in decision.stuck:
+            return Candidates(kept=decision.stuck[model.name])
+        found = model.candidates(proven=proven, may_rest=decision.may_rest)
+        return found.without(decision.stuck_keys, decision.stuck.get(model.name, ""))
 
     def _state(self, model: ManagedModel, decision: Decision) -> ModelState:
         found = decision.parts[model.name]
-        stuck = decision.stuck.get(model.name, "")
         return ModelState(
             name=model.name,
             rank=model.rank,
@@ -291,7 +295,7 @@ class Reclaimer:
             demotable=tuple(size for _, size in found.demotable),
             residency=model.residency,
             workspace=decision.offers_workspaces and model.workspace is not None,
-            spared=self._spared(model, decision.required) or stuck,
+            spared=self._spared(model, decision.required),
             kept=found.kept,
         )
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vram_magic.models.entry import EntryPoints
     from vram_magic.registry import Lease
     from vram_magic.residency.body import Body
-    from vram_magic.residency.parts import Block
+    from vram_magic.residency.parts import Block, Key
 
 __all__ = ["Backend", "Candidates", "EngineModel", "ManagedModel", "TorchModel"]
 
@@ -42,6 +42,16 @@ class Candidates:
     demotable: list[tuple[Any, int]] = field(default_factory=list)
     """Parts that asked to stay, and whose weights are safe in their file."""
     kept: str = ""
+
+    def without(self, keys: set[Key], reason: str) -> Candidates:
+        """The same, less the blocks in which one of the spans lies."""
+        if not keys:
+            return self
+
+        def free(parts: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
+            return [(block, size) for block, size in parts if not any(span.key in keys for span in block.spans)]
+
+        return Candidates(free(self.parts), free(self.demotable), self.kept or reason)
 
 
 class ManagedModel(ABC):

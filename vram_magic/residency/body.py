@@ -114,6 +114,7 @@ class Body:
             spans = [span for block in blocks for span in block.spans if span.owned]
         for span in spans:
             self._records[span].demoted = False
+        self.look()
 
     @property
     def keys(self) -> set[Key]:
