@@ -5,14 +5,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# torch's CUDA build, for the tests on a stand-in CUDA runtime. One that is elsewhere already is used as it is.
+ifeq ($(origin VENV_CUDA),undefined)
+VENV_CUDA := .venv-cuda
+STAMP_CUDA := $(VENV_CUDA)/.installed
+endif
+BIN_CUDA := $(VENV_CUDA)/bin
+
 # In a container one is often root, and JupyterLab then wants to be asked twice.
 LAB_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lab test lint format check bench screenshot wheel clean
+.PHONY: help venv venv-cuda demo lab test test-cuda lint format check bench screenshot wheel clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 venv: $(STAMP) ## Make the virtual environment, or bring it up to date
 
@@ -22,6 +29,18 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# Several GB: 2 to 3 minutes where the wheels are near. Torch alone is of another release than in $(VENV).
+venv-cuda: $(STAMP_CUDA) ## Make the environment of `make test-cuda`, with torch's CUDA build
+
+.venv-cuda/.installed: constraints-cuda.txt constraints.txt
+	$(PYTHON) -m venv $(VENV_CUDA)
+	@echo '*' > $(VENV_CUDA)/.gitignore
+	$(BIN_CUDA)/pip install -q -c constraints-cuda.txt torch
+	@sed '/^torch==/d' constraints.txt > $(VENV_CUDA)/constraints.txt
+	$(BIN_CUDA)/pip install -q -c $(VENV_CUDA)/constraints.txt -c constraints-cuda.txt accelerate ipython ipywidgets \
+		nvidia-ml-py psutil pytest pytest-timeout safetensors tqdm xxhash
 	@touch $@
 
 # The tests and the quickstart must work on a machine that reaches no model hub.
@@ -38,6 +57,10 @@ lab: venv ## Open JupyterLab on notebooks/
 test: venv ## Run the tests, then the notebooks as tests
 	$(BIN)/pytest -q tests/
 	$(BIN)/pytest -q --nbval-lax notebooks/
+
+# Needs gcc and no card. The tests' own process runs on the stand-in too.
+test-cuda: $(STAMP_CUDA) ## Run tests/cuda: torch's CUDA build on a stand-in CUDA runtime
+	$(BIN_CUDA)/python tests/cuda/standin.py $(BIN_CUDA)/python -m pytest -q tests/cuda
 
 lint: venv ## Check style, format and types
 	$(BIN)/ruff check .

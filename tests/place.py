@@ -10,13 +10,15 @@ import os
 
 import simulated
 
-__all__ = ["DEVICE", "GRAIN_BYTES", "footprint"]
+__all__ = ["DEVICE", "GRAIN_BYTES", "footprint", "same_values"]
 
 DEVICE = os.environ.get("VRAM_MAGIC_TEST_DEVICE", "cpu")
 """``"cpu"`` or ``"cuda"``."""
 
 if DEVICE == "cuda":
     simulated.load()
+
+import torch  # noqa: E402  not before the simulation is in the process
 
 GRAIN_BYTES = 512 if DEVICE == "cuda" else 1
 """The device's allocator rounds each allocation up to this."""
@@ -25,3 +27,8 @@ GRAIN_BYTES = 512 if DEVICE == "cuda" else 1
 def footprint(*size_bytes: int) -> int:
     """What allocations of these sizes take there together."""
     return sum(-(-size // GRAIN_BYTES) * GRAIN_BYTES for size in size_bytes)
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, wherever each of them lies: an evicted weight of an accelerator lies on the CPU."""
+    return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())

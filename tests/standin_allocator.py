@@ -90,7 +90,7 @@ class Pressure:
                 self.guard.explain(self.text)
                 return native.REFUSED
             self.idle.pop().free()
-            if why == native.OUT_OF_MEMORY and (room := self.guard.reserve(need)):
+            if why != native.OVER_BUDGET and (room := self.guard.reserve(need)):
                 break
         room.transfer()
         return native.GRANTED

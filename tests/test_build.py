@@ -23,6 +23,8 @@ import pytest
 from vram_magic.guard import build as building
 from vram_magic.guard.build import GuardUnavailable, build, compile_into, load
 
+pytestmark = pytest.mark.cpu_only("no device")
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -16,6 +16,7 @@ import inspect
 import os
 import pickle
 import types
+import weakref
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
@@ -155,6 +156,20 @@ class Own(MutableMapping):
         return len(self.inner)
 
 
+class Labelled(Pair):
+    """A named tuple with an attribute."""
+
+
+class Parts(nn.Module, UserDict):
+    """A module that is a mapping as well."""
+
+    __hash__ = nn.Module.__hash__
+
+    def __init__(self, **items):
+        super().__init__()
+        self.data = items
+
+
 def batch_encoding(x):
     from transformers import BatchEncoding
 
@@ -239,6 +254,9 @@ def test_attributes_of_containers_are_kept(net):
     items = Items([torch.zeros(3)])
     items.source = "here"
     assert net(items).source == "here"
+    pair = Labelled(torch.zeros(3), 1)
+    pair.label = "a pair"
+    assert net(pair).label == "a pair"
     encoding = batch_encoding(torch.zeros(3))
     encoding._encodings = ["of a fast tokenizer"]
     assert net(encoding)._encodings is encoding._encodings
@@ -250,6 +268,7 @@ def test_attributes_of_containers_are_kept(net):
 LEFT = {
     "a module": lambda: nn.Linear(2, 2),
     "a list of modules": lambda: [nn.Linear(2, 2)],
+    "a module that is a mapping": lambda: Parts(x=torch.zeros(3)),
     "a number": lambda: torch.tensor(3.0),
     "a tensor without memory": lambda: torch.zeros(3, device="meta"),
     "a generator": torch.Generator,
@@ -267,7 +286,7 @@ def test_what_is_no_input_to_move_is_left_alone(net, kind):
     assert got[0] is given
     assert got[1].device == CUDA
     if isinstance(given, nn.Module):
-        assert {weight.device.type for weight in given.parameters()} == {"cpu"}
+        assert {weight.device.type for weight in given.parameters()} <= {"cpu"}
 
 
 def test_tensors_of_another_kind_of_accelerator_are_left_alone(manage):
@@ -423,7 +442,7 @@ def test_a_lack_of_room_for_inputs_reaches_the_caller_and_ends_the_lease(acceler
 def test_on_the_cpu_the_method_itself_is_called(manage):
     net, x = Net(), torch.zeros(3)
     manage(net, device=None)
-    assert vars(net)["forward"]._outermost is Net.forward
+    assert vars(net)["forward"]._carrier is None
     assert net(x) is x
 
 
@@ -880,6 +899,13 @@ def test_an_object_that_dies_is_forgotten_at_once(manage):
     gc.collect()
     assert at not in execution._placed
     entries.remove()
+
+
+def test_the_entry_of_one_that_died_says_nothing_of_who_lives_at_its_address(monkeypatch):
+    other, dead = Named(), weakref.ref(Named())
+    assert dead() is None
+    monkeypatch.setitem(execution._placed, id(other), (dead, (CUDA,)))
+    assert execution.execution_device_of(other) is None
 
 
 def test_a_class_that_compares_by_value_is_no_trouble(manage):

@@ -71,11 +71,13 @@ def test_reloading_leaves_one_of_everything(bare_notebook):
 
 
 def test_unloading_closes_the_manager_and_leaves_models_usable(notebook):
-    notebook.run("%load_model tiny build\nx = torch.ones(1, 512); before = tiny(x)")
+    notebook.run("%load_model tiny build\nx = torch.ones(1, 512, device=DEVICE); before = tiny(x).detach()")
     notebook.run("%vram evict tiny\nmgr = __import__('vram_magic').manager()")
+    assert notebook["mgr"]["tiny"].device_bytes == 0
     notebook.run("%unload_ext vram_magic")
     assert "UsageError" in notebook.fail("%vram")
-    notebook.run("assert torch.equal(tiny(x), before)")
+    notebook.run("there = tiny[0].weight.device  # an accelerator's stays where it was: on the CPU")
+    notebook.run("assert torch.equal(tiny(x.to(there)), before.to(there))")
     with pytest.raises(vm.VRAMError, match="closed"):
         notebook["mgr"].make_room(1)
 
@@ -97,7 +99,7 @@ def test_a_magic_of_the_users_own_that_took_our_name_survives_unloading(notebook
 
 def test_one_line_tells_who_left_while_a_cell_ran(notebook):
     notebook.run("%load_model tiny build")
-    assert notebook.run("x = torch.empty(62 * 2**20 // 4)") == (
+    assert notebook.run("x = torch.empty(62 * 2**20 // 4, device=DEVICE)") == (
         "vram_magic: tiny left (4.0 MiB) to make room for an allocation\n"
     )
     assert notebook.run("1;") == ""
@@ -122,14 +124,15 @@ def test_a_cell_is_not_told_of_what_happened_before_it(notebook):
 
 def test_the_first_cell_with_a_manager_is_told_too(bare_notebook):
     shown = bare_notebook.run(
-        "%load_ext vram_magic\nimport torch, vram_magic\nfrom torch import nn\nmgr = vram_magic.manager()\n"
-        "mgr.budget_bytes = '64MiB'\nnet = nn.Linear(1024, 1024)\nmgr.register('net', net)\nx = torch.empty(62 * 2**18)"
+        "%load_ext vram_magic\nimport torch, vram_magic\nfrom torch import nn\nfrom place import DEVICE\n"
+        "mgr = vram_magic.manager()\nmgr.budget_bytes = '64MiB'\nnet = nn.Linear(1024, 1024, device=DEVICE)\n"
+        "mgr.register('net', net)\nx = torch.empty(62 * 2**18, device=DEVICE)"
     )
     assert "vram_magic: net left (4.0 MiB)" in shown
 
 
 def test_an_end_without_a_beginning_breaks_nothing(notebook, capsys):
-    notebook.run("%load_model tiny build\nx = torch.empty(62 * 2**18)")
+    notebook.run("%load_model tiny build\nx = torch.empty(62 * 2**18, device=DEVICE)")
     for _ in range(3):
         notebook.shell.events.trigger("post_run_cell", None)
     notebook.run("")
@@ -176,8 +179,8 @@ def test_a_workspace_given_back_is_no_departure():
 
 
 def test_a_plain_cell_that_runs_out_of_memory_fails_with_the_few_lines(notebook):
-    shown = notebook.fail("x = torch.empty(100 * 2**20)")
-    assert shown.startswith("OutOfMemoryError: Not enough memory on cpu")
+    shown = notebook.fail("x = torch.empty(100 * 2**20, device=DEVICE)")
+    assert shown.startswith(f"OutOfMemoryError: Not enough memory on {vm.manager().device}")
     assert len(shown.strip().splitlines()) == 4
     assert type(notebook.shell.last_execution_result.error_in_exec).__name__ == "OutOfMemoryError"
     assert sys.last_traceback is not None  # for %debug
@@ -224,6 +227,7 @@ def text_of(cell):
     return "".join(out.get("text", "") + out.get("data", {}).get("text/plain", "") for out in cell.outputs)
 
 
+@pytest.mark.cpu_only("kernel")
 def test_in_a_kernel_the_report_is_text_and_escaped_html():
     evil = "<img src=x onerror=alert(1)>"
     book = executed(
@@ -237,6 +241,7 @@ def test_in_a_kernel_the_report_is_text_and_escaped_html():
     assert "<img" not in output.data["text/html"]
 
 
+@pytest.mark.cpu_only("kernel")
 def test_in_a_kernel_an_out_of_memory_fails_the_cell_with_the_few_lines():
     book = executed(
         LOAD,
@@ -250,6 +255,7 @@ def test_in_a_kernel_an_out_of_memory_fails_the_cell_with_the_few_lines():
     assert len("\n".join(output.traceback).splitlines()) == 4
 
 
+@pytest.mark.cpu_only("kernel")
 @pytest.mark.parametrize("cell", ["%vram evict nobody", "%load_model x 17", "%vram nonsense"])
 def test_in_a_kernel_a_failing_magic_fails_its_cell(cell):
     book = executed(LOAD, cell, "print('not reached')")
@@ -257,6 +263,7 @@ def test_in_a_kernel_a_failing_magic_fails_its_cell(cell):
     assert not book.cells[2].outputs
 
 
+@pytest.mark.cpu_only("kernel")
 def test_in_a_kernel_the_panel_reaches_the_browser_while_a_cell_runs():
     manager, client = start_new_kernel(kernel_name="python3")
     try:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from place import DEVICE
+from place import DEVICE, same_values
 
 import vram_magic as vm
 
@@ -84,7 +84,7 @@ def test_when_only_the_used_weight_is_left_the_allocation_is_refused_and_the_wei
         tighten(mgr)
         with contextlib.suppress(torch.OutOfMemoryError):  # right too: what is in use does not leave
             operation(model)
-    assert all(torch.equal(value.cpu(), before[key].cpu()) for key, value in model.state_dict().items())
+    assert all(same_values(value, before[key]) for key, value in model.state_dict().items())
 
 
 @pytest.mark.timeout(120)
@@ -223,7 +223,7 @@ def test_an_interrupt_during_an_eviction_leaves_all_whole_and_arrives(mgr):
         assert taken is not None
         for _ in range(10_000):
             pass
-    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(model.parameters(), before, strict=True))
+    assert all(same_values(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
 def test_a_decision_keeps_no_frame_of_the_user_alive(mgr):

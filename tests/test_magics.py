@@ -7,7 +7,7 @@ before it finds that the second name is wrong, or fail without failing its cell.
 import weakref
 
 import pytest
-from conftest import DEVICE
+from place import DEVICE
 from safetensors.torch import save_file
 
 import vram_magic as vm
@@ -147,9 +147,9 @@ def test_another_device_than_the_managers_is_refused(notebook):
 
 def test_the_report_names_models_and_other_tensors(notebook):
     notebook.run("%load_model tiny build")
-    notebook.run("x = torch.ones(2 * 2**20 // 4)")
+    notebook.run("x = torch.ones(2 * 2**20 // 4, device=DEVICE)")
     shown = notebook.run("%vram")
-    assert "cpu: 6.0 MiB of 64.0 MiB used, 58.0 MiB free" in shown
+    assert f"{vm.manager().device}: 6.0 MiB of 64.0 MiB used, 58.0 MiB free" in shown
     assert "tiny" in shown
     assert "other tensors: 2.0 MiB" in shown
 
@@ -209,7 +209,7 @@ def test_a_tier_of_the_users_own_is_known(notebook):
 def test_forget_leaves_the_variable_usable(notebook):
     notebook.run("%load_model a build\n%vram evict a\n%vram forget a")
     assert "a" not in vm.manager()
-    notebook.run("a(torch.ones(1, 512))")
+    notebook.run("a(torch.ones(1, 512, device=a[0].weight.device))")  # an accelerator's stays where it was: on the CPU
 
 
 def test_plan_moves_nothing(notebook):

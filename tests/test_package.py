@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from place import DEVICE
 
 import vram_magic as vm
 
@@ -55,14 +56,14 @@ def test_the_manager_survives_a_reload_of_the_package():
 
 
 def test_a_device_has_one_open_manager():
-    mgr = vm.VRAMManager(device="cpu", budget="1GiB")
+    mgr = vm.VRAMManager(device=DEVICE, budget="1GiB")
     try:
         with pytest.raises(vm.VRAMError, match="has a manager already"):
-            vm.VRAMManager(device="cpu")
+            vm.VRAMManager(device=DEVICE)
         assert vm.manager() is mgr
     finally:
         mgr.close()
-    vm.VRAMManager(device="cpu").close()
+    vm.VRAMManager(device=DEVICE).close()
 
 
 def test_ledgers_are_many_and_hold_no_torch_models():
@@ -88,4 +89,4 @@ def test_a_closed_manager_says_so():
 def test_a_bad_argument_changes_nothing(bad):
     with pytest.raises((ValueError, vm.VRAMError)):
         vm.VRAMManager(**bad)
-    vm.VRAMManager(device="cpu").close()
+    vm.VRAMManager(device=DEVICE).close()

@@ -11,6 +11,7 @@ import time
 import weakref
 
 import pytest
+from place import DEVICE
 from torch import nn
 
 import vram_magic as vm
@@ -20,7 +21,7 @@ from vram_magic.notebook.panel import close_panel, open_panel
 
 @pytest.fixture
 def manager():
-    with_panel = vm.VRAMManager(device="cpu", budget="64MiB")
+    with_panel = vm.VRAMManager(device=DEVICE, budget="64MiB", host_budget=0)
     yield with_panel
     close_panel()
     with_panel.close()
@@ -43,7 +44,7 @@ def test_there_is_one_widget_however_often_it_is_shown(manager):
 
 
 def test_its_text_is_constant(manager):
-    net = nn.Linear(8, 8)
+    net = nn.Linear(8, 8, device=DEVICE)
     widget = open_panel(manager)
     before = repr(widget)
     manager.register("net", net)
@@ -53,7 +54,7 @@ def test_its_text_is_constant(manager):
 
 
 def test_it_follows_the_manager(manager):
-    net = nn.Linear(512, 512)
+    net = nn.Linear(512, 512, device=DEVICE)
     widget = open_panel(manager)
     manager.register("net", net)
     assert until(lambda: "device" in widget.value and "net" in widget.value)
@@ -62,7 +63,7 @@ def test_it_follows_the_manager(manager):
 
 
 def test_what_did_not_change_is_not_sent(manager):
-    net = nn.Linear(8, 8)
+    net = nn.Linear(8, 8, device=DEVICE)
     manager.register("net", net)
     widget, sent = open_panel(manager), []
     widget.observe(sent.append, "value")
@@ -71,7 +72,7 @@ def test_what_did_not_change_is_not_sent(manager):
 
 
 def test_it_keeps_no_model_alive(manager):
-    net = nn.Linear(8, 8)
+    net = nn.Linear(8, 8, device=DEVICE)
     manager.register("net", net)
     widget = open_panel(manager)
     assert "net" in widget.value
@@ -117,7 +118,7 @@ def test_trouble_in_the_thread_reaches_nobody(manager, monkeypatch, capsys):
     with monkeypatch.context() as broken:
         broken.setattr(panel.Report, "of", lambda manager: 1 / 0)
         time.sleep(0.6)
-    net = nn.Linear(8, 8)
+    net = nn.Linear(8, 8, device=DEVICE)
     manager.register("net", net)
     assert until(lambda: "net" in widget.value)
     assert not caught
@@ -130,7 +131,7 @@ def test_without_ipywidgets_it_says_what_to_install_and_the_report_still_works(n
     shown = notebook.fail("%vram panel")
     assert shown.startswith("VRAMError: The panel cannot be shown.")
     assert "%pip install ipywidgets" in shown
-    assert notebook.run("%vram").startswith("cpu: ")
+    assert notebook.run("%vram").startswith(f"{vm.manager().device}: ")
 
 
 def test_the_magic_shows_and_closes_it(notebook):

@@ -10,6 +10,7 @@ import weakref
 from html.parser import HTMLParser
 
 import pytest
+from place import DEVICE
 from torch import nn
 
 import vram_magic as vm
@@ -38,7 +39,7 @@ def report(*rows, used=3 * MIB):
 
 @pytest.fixture
 def manager():
-    with_models = vm.VRAMManager(device="cpu", budget="64MiB")
+    with_models = vm.VRAMManager(device=DEVICE, budget="64MiB", host_budget=0)
     yield with_models
     with_models.close()
 
@@ -103,14 +104,14 @@ def test_bars_tell_their_share_in_words_too():
 
 
 def test_rows_go_by_rank_then_name(manager):
-    models = {name: nn.Linear(8, 8) for name in ("zz", "aa", "mm")}
+    models = {name: nn.Linear(8, 8, device=DEVICE) for name in ("zz", "aa", "mm")}
     for name, model in models.items():
         manager.register(name, model, tier="asr" if name == "aa" else "llm")
     assert [r.name for r in Report.of(manager, fresh=True).rows] == ["mm", "zz", "aa"]
 
 
 def test_the_figures_are_the_managers(manager):
-    net = nn.Linear(512, 512, bias=False)
+    net = nn.Linear(512, 512, bias=False, device=DEVICE)
     handle = manager.register("net", net, residency="host", pin=True)
     (shown,) = Report.of(manager).rows
     assert (shown.device_bytes, shown.total_bytes, shown.blocks) == (MIB, MIB, (1, 1))
@@ -125,14 +126,14 @@ def test_the_figures_are_the_managers(manager):
 
 
 def test_a_fresh_report_sees_what_the_user_changed(manager):
-    net = nn.Sequential(nn.Linear(512, 512, bias=False))
+    net = nn.Sequential(nn.Linear(512, 512, bias=False, device=DEVICE))
     manager.register("net", net)
-    net.append(nn.Linear(512, 512, bias=False))
+    net.append(nn.Linear(512, 512, bias=False, device=DEVICE))
     assert Report.of(manager, fresh=True).rows[0].total_bytes == 2 * MIB
 
 
 def test_the_same_state_gives_the_same_text(manager):
-    net = nn.Linear(8, 8)
+    net = nn.Linear(8, 8, device=DEVICE)
     manager.register("net", net)
     first, second = Report.of(manager, fresh=True), Report.of(manager, fresh=True)
     assert repr(first) == repr(second)
@@ -140,7 +141,7 @@ def test_the_same_state_gives_the_same_text(manager):
 
 
 def test_a_report_keeps_no_model(manager):
-    net = nn.Linear(8, 8)
+    net = nn.Linear(8, 8, device=DEVICE)
     manager.register("net", net)
     kept = Report.of(manager, fresh=True)
     gone = weakref.ref(net)

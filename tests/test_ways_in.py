@@ -1,7 +1,7 @@
 """Whatever allocates, wherever it runs and whatever mode is on: idle models leave, and the result is the same bits.
 
-An eviction in the middle of somebody's operation must not compute under his modes, leave marks on the weights (inference
-tensors cannot be trained), or draw from the random streams.
+An eviction in the middle of somebody's operation must not compute under his modes, leave marks on the weights
+(inference tensors cannot be trained), or draw from the random streams.
 """
 
 import copy

@@ -12,13 +12,25 @@ import contextlib
 
 from vram_magic.core import Core
 from vram_magic.decision import Room
-from vram_magic.guard.native import GRANTED, INTERRUPTED, OUT_OF_MEMORY, REFUSED, NativeGuard, NativeReservation
+from vram_magic.guard.native import (
+    GRANTED,
+    INTERRUPTED,
+    OUT_OF_MEMORY,
+    OVER_BUDGET,
+    REFUSED,
+    NativeGuard,
+    NativeReservation,
+)
 from vram_magic.oom import VRAMOutOfMemoryError
 from vram_magic.policy import Request
 from vram_magic.sizes import format_size
 from vram_magic.workers import Outcome
 
 __all__ = ["Pressure"]
+
+# What c10's caching allocators ask the driver for at once, for requests up to 1 MiB and for larger ones; above it, too,
+# where their segments can grow.
+_SMALL, _SMALL_SEGMENT, _SEGMENT = 1 << 20, 2 << 20, 20 << 20
 
 
 class Pressure:
@@ -38,14 +50,18 @@ class Pressure:
                     return REFUSED | interrupted  # a decision here would wait for ourselves
                 if question is None:
                     if core.device.capturing():
-                        return self._refuse(self._captured(need_bytes, size_bytes)) | interrupted
+                        return self._refuse(self._captured(need_bytes, size_bytes), size_bytes) | interrupted
                     changes = core.registry.changes
                     question = self._ask(need_bytes, why, size_bytes)
                 room = question.result()
                 if room.busy and core.registry.wait_for_moves(changes):
                     question = None
                     continue
-                return self._answer(room) | interrupted
+                if why > OUT_OF_MEMORY and room.reservation is not None and not room.freed_bytes:
+                    room.release()  # the figures say that there is room, and still the allocator found none
+                    question, why = None, why + 1
+                    continue
+                return self._answer(room, size_bytes) | interrupted
             except KeyboardInterrupt:
                 interrupted = INTERRUPTED
             except BaseException as error:  # noqa: BLE001
@@ -55,26 +71,32 @@ class Pressure:
     def _ask(self, need_bytes: int, why: int, size_bytes: int) -> Outcome[Room]:
         inside, decide = self._core.registry.current, self._core.workers.decide
         rank, asked_by = inside.rank if inside else None, self._asked_by
-        if why == OUT_OF_MEMORY:
-            # Room within the budget is not enough: the device itself must have the bytes, all of them.
-            request, credit_bytes = Request(size_bytes, rank, asked_by=asked_by), size_bytes - need_bytes
-            make_room = self._core.reclaimer.make_room
-            return decide(make_room, request, user_code=False, flushed=True, credit_bytes=credit_bytes)
-        request = Request(need_bytes, rank, asked_by=asked_by)
-        return decide(self._core.reclaimer.make_room, request, user_code=False)
+        if why == OVER_BUDGET:
+            request = Request(need_bytes, rank, asked_by=asked_by)
+            return decide(self._core.reclaimer.make_room, request, user_code=False)
+        # Room within the budget is not enough: the device itself must have the bytes, all of them.
+        extra_bytes = _extra_bytes(why - OUT_OF_MEMORY, size_bytes)
+        if extra_bytes:
+            asked_by += f" of {format_size(size_bytes)}"
+        request = Request(size_bytes + extra_bytes, rank, asked_by=asked_by)
+        credit_bytes = size_bytes - need_bytes
+        make_room = self._core.reclaimer.make_room
+        return decide(make_room, request, user_code=False, flushed=True, credit_bytes=credit_bytes)
 
     @property
     def _asked_by(self) -> str:
         inside = self._core.registry.current
         return f"an allocation inside {inside.name}" if inside else "an allocation"
 
-    def _answer(self, room: Room) -> int:
+    def _answer(self, room: Room, size_bytes: int) -> int:
         if isinstance(room.reservation, NativeReservation):
             room.reservation.transfer()
             return GRANTED
-        return self._refuse(room.error)
+        return self._refuse(room.error, size_bytes)
 
-    def _refuse(self, error: BaseException | None) -> int:
+    def _refuse(self, error: BaseException | None, size_bytes: int) -> int:
+        if isinstance(error, VRAMOutOfMemoryError):
+            error.needed_bytes = min(error.needed_bytes, size_bytes)  # the request, not what it would take to meet it
         self._core.note(error)
         self._explain(error)
         return REFUSED
@@ -100,3 +122,15 @@ class Pressure:
     def _explain(self, error: BaseException | None) -> None:
         with contextlib.suppress(BaseException):
             self._guard.explain(str(error))
+
+
+def _extra_bytes(failed_again: int, size_bytes: int) -> int:
+    """What to find beyond a request, which has failed so often although the device had as many bytes as it asks for.
+
+    At first what is missing to whole segments; then the free bytes must be scattered, and each time twice as much is
+    tried, so that a fit is found soon, and little leaves in vain.
+    """
+    if not failed_again:
+        return 0
+    segment = _SMALL_SEGMENT if size_bytes <= _SMALL else _SEGMENT
+    return -size_bytes % segment + (segment << (failed_again - 2) if failed_again > 1 else 0)

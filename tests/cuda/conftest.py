@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,11 +61,14 @@ def open_manager(standin, tmp_path):
 
 
 @pytest.fixture
-def watchdog():
-    """A hang prints the stacks of all threads, before pytest's own limit ends the process."""
-    faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=sys.__stderr__)
+def watchdog(request):
+    """Ends a test that hangs with the stacks of all threads; unlike pytest's own limit it needs no GIL for it."""
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        terminal = os.fdopen(os.dup(2), "w")  # what is captured is lost when the process ends
+    faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=terminal)
     yield
     faulthandler.cancel_dump_traceback_later()
+    terminal.close()
 
 
 @pytest.fixture

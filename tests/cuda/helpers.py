@@ -20,7 +20,7 @@ def warm_up() -> None:
 
 def stack(layers: int) -> nn.Sequential:
     """A model of so many MiB; its products are computed on the stand-in too."""
-    return nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(layers)]).cuda().requires_grad_(False)  # noqa: FBT003
+    return nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(layers)]).cuda().requires_grad_(False)
 
 
 def contents(model: nn.Module) -> list[torch.Tensor]:

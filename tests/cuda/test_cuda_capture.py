@@ -22,7 +22,7 @@ def idle(open_manager):
 
 
 def test_an_allocation_during_a_capture_is_refused_and_told_so(idle, standin):
-    mgr, handle, _model = idle
+    _mgr, handle, _model = idle
     standin.pretend_capture(on=True)
     before = standin.counts()
     with pytest.raises(torch.OutOfMemoryError) as caught:

@@ -30,6 +30,7 @@ def test_the_extension_takes_the_accelerator_and_gives_it_back(standin, bare_not
 
 
 def test_a_cell_that_caused_an_eviction_says_so_in_one_line(standin, bare_notebook):
+    standin.capacity_bytes = 4 << 30  # `auto` keeps a reserve
     bare_notebook.run("%load_ext vram_magic")
     bare_notebook.run("import torch\nfrom torch import nn")
     bare_notebook.run("model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(20)])")

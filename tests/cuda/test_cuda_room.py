@@ -133,6 +133,23 @@ def test_the_same_call_succeeds_and_the_weights_come_back_whole(full, standin, w
     assert all(map(torch.equal, contents(model), before))
 
 
+@pytest.mark.parametrize("need", [MIB // 2, 3 * MIB, 9 * MIB], ids=lambda need: f"{need / MIB:g} MiB")
+def test_on_a_full_device_enough_leaves_for_the_segment_that_torch_asks_the_driver_for(open_manager, standin, need):
+    # torch asks for 2 MiB to give less than 1, and for 20 MiB to give less than 10.
+    models = [stack(1) for _ in range(60)]  # of the same segments, as layers of one model
+    model = torch.nn.ModuleList(models)
+    before = contents(model)
+    mgr = open_manager(budget="10GiB")
+    handle = mgr.register("idle", model)
+    torch.cuda.empty_cache()
+    standin.capacity_bytes = standin.used_bytes
+    kept = [take(need)]
+    while handle.device_bytes == 60 * MIB:  # until what was left over in torch's segments is used up
+        kept.append(take(need))
+    assert handle.device_bytes > 0
+    assert all(map(torch.equal, contents(model), before))
+
+
 def test_only_as_much_leaves_as_the_budget_asks_for(open_manager):
     warm_up()
     model = stack(LAYERS)

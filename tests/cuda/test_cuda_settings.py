@@ -29,6 +29,14 @@ def test_a_manager_that_is_opened_after_cuda_was_used_covers_older_tensors(run_s
     assert run_script("scenario.py", "early").splitlines()[-1] == NATIVE
 
 
+def test_the_first_check_of_a_card_can_be_rehearsed(run_script):
+    parts = ("driver", "guard", "refused", "values", "hot path", "graph", "speed", "fragmentation")
+    table = run_script("../gpu/first_check.py", *parts)
+    assert "FAIL" not in table
+    assert table.count("PASS") == len(parts) - 1
+    assert table.count("SKIP ") == 1
+
+
 def test_evictions_by_the_thousand_under_six_threads(run_script):
     told = run_script("many_evictions.py", 1000)
     assert "evictions in 6 threads" in told

@@ -1,6 +1,6 @@
 """Weights of a CUDA model survive round trips bit for bit, wherever they were meanwhile.
 
-Copies on the stand-in are real, so a piece that is lost, doubled or swapped on its way through the pinned buffers shows.
+Copies on the stand-in are real: a piece that is lost, doubled or swapped on its way through the pinned buffers shows.
 """
 
 from __future__ import annotations

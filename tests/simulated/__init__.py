@@ -2,8 +2,11 @@
 
 Its memory is host memory under a hard capacity, handed out by a caching allocator with CUDA's statistics; freed memory
 is filled with 0xEE, so that a use after free shows in the numbers. Operators run on the CPU's kernels over the very
-same bytes; tensors of mixed devices are refused as on CUDA. Streams and events are there, but all work is done when its
-call returns: what depends on work in flight cannot be tested here.
+same bytes; tensors of mixed devices are refused as on CUDA. `torch.cuda` is torch's own code over our bindings.
+
+What it cannot show: work in flight, since all is done when its call returns; and an operator that holds no reference to
+its arguments while it runs, since the fallback always holds one. The CPU's own kernels show the latter. Sparse and
+quantized tensors, graphs and memory pools are missing; there is one device.
 
 `load` must run before anything imports torch, which looks for CUDA only while it is imported. All sizes are bytes.
 """
@@ -16,6 +19,7 @@ import sys
 from simulated.build import SimulationUnavailable, build, torch_folder
 
 __all__ = [
+    "CAPACITY_BYTES",
     "SimulationUnavailable",
     "live_bytes",
     "load",
@@ -25,6 +29,9 @@ __all__ = [
     "set_integrated",
     "set_poison",
 ]
+
+CAPACITY_BYTES = 4 << 30
+"""What the device has at the start."""
 
 _states: list = []
 """The one state, once loaded."""
@@ -48,6 +55,7 @@ def load() -> None:
     from simulated import bindings  # it imports torch
 
     _states.append(bindings.State(loaded))
+    set_capacity(CAPACITY_BYTES)
     bindings.install(_states[0])
 
 

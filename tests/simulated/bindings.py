@@ -21,7 +21,7 @@ class State:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        self.capacity_bytes = 4 << 30
+        self.capacity_bytes = 0
         self.integrated = False
         self.capturing = False
         self.forked = False

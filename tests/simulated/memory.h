@@ -175,7 +175,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   std::mutex mutex_;
   std::atomic<bool> used_{false}, poison_{true};
-  size_t capacity_ = size_t{4} << 30, foreign_ = 0;
+  size_t capacity_ = 0, foreign_ = 0;
   c10::CachingDeviceAllocator::DeviceStats stats_;
   std::unordered_map<void*, Block> taken_;
   std::unordered_map<size_t, std::vector<void*>> cache_;

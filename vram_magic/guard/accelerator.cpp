@@ -3,15 +3,15 @@
 // The object gets a private copy of its vtable in which `allocate`, and for CUDA's allocator the two `raw_alloc`, lead
 // through the guard (tickets.h); everything else stays the allocator's own, so nothing here depends on its class, and
 // tensors made before are covered too. How bytes are counted, and which locks are taken, is told there; here a mutex
-// serialises putting in and taking out. Refuses to know the CUDA headers: it needs those of c10 only, and links c10 only.
+// serialises putting in and taking out. Refuses to know CUDA's headers: it needs those of c10 only, and links c10 only.
 //
-// What a failure would break, so what is checked: the index of a slot is computed by the compiler; the old table must
-// lie in a loaded library, and a replaced slot must hold code of one; whoever has changed the table since is left alone.
-// Our tables are never freed, and the library is never unloaded: a call may be on its way through them.
+// A wrong slot would kill the process. So its index is computed by the compiler; the old table must lie in a loaded
+// library, and a replaced slot must hold code of one; a table that somebody else has changed is left alone. Our tables
+// are never freed, and the library is never unloaded: a call may be on its way through them.
 //
 // Ways that were tried and fail: observers of out-of-memory cannot try again; callbacks for freeing memory and an
 // interposed cudaMalloc run under the allocator's lock, and deadlock with a thread that assigns `param.data`.
-#include "tickets.h"
+#include "interface.h"
 
 #include <dlfcn.h>
 #include <link.h>
@@ -185,8 +185,9 @@ const char* vm_install(int type, int index, int with_raw) {
   auto* object = target(type);
   auto* device_allocator = dynamic_cast<c10::DeviceAllocator*>(object);
   if (!device_allocator || !c10::impl::hasDeviceGuardImpl(static_cast<c10::DeviceType>(type))) {
-    return "torch has no allocator with figures for it";
+    return "torch has no caching allocator for it";
   }
+  if (!keeps_figures(device_allocator, index)) return "its allocator does not tell what is allocated";
   int none = -1;
   if (!served_type.compare_exchange_strong(none, type) && none != type) return "another type of device is limited";
   source = device_allocator;

@@ -59,7 +59,7 @@ void undraw(Reservation* from, int64_t n) {
   committed.fetch_sub(n);
 }
 
-// Commits what the reservation does not pay, asking for room where the budget would be passed. Throws when there is none.
+// Commits what the reservation does not pay; asks for room where the budget would be passed, throws when there is none.
 void admit(int64_t need, int64_t size) {
   if (C10_LIKELY(commit(need))) return;
   if (drawings[kCpu].prepaid) {
@@ -182,7 +182,7 @@ void vm_release(Reservation* r) {
   held.fetch_sub(left);
 }
 // Declared bytes of an outside engine: counted, never allocated here.
-void vm_spend(Reservation* r, int64_t n) {
+void vm_spend(int, Reservation* r, int64_t n) {
   int64_t promised = take(r, n);
   committed.fetch_add(n - promised);
   held.fetch_sub(promised);

@@ -1,10 +1,10 @@
-// The native guard of CUDA, the second way: a CUDAAllocator of our own before torch's, to which it hands every call on.
+// The native guard of CUDA, the second way: a CUDAAllocator of our own before torch's, which hands every call on.
 //
-// For where the first way (accelerator.cpp) finds an unknown ABI. Its overrides are generated from the installed header,
-// so it depends on torch's version, and needs CUDA's headers. It does not see what a tensor that is older than it
-// allocates: its storage remembers the allocator it came from. How bytes are counted, and which locks are taken, is told
-// in tickets.h; here a mutex serialises putting in and taking out.
-#include "tickets.h"
+// It serves where the first way (accelerator.cpp) finds an unknown ABI. Its overrides are generated from the installed
+// header, so it depends on torch's version, and needs CUDA's headers. It does not see what a tensor that is older than
+// it allocates: its storage remembers the allocator it came from. How bytes are counted, and which locks are taken, is
+// told in tickets.h; here a mutex serialises putting in and taking out.
+#include "interface.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 
@@ -35,7 +35,6 @@ Forwarding& forwarding() {
   return *only;
 }
 std::mutex installing;
-constexpr uint8_t kPriority = 100;  // of the registration with c10; only an equal or higher one replaces it
 
 }  // namespace
 }  // namespace c10::cuda::CUDACachingAllocator
@@ -51,12 +50,13 @@ const char* vm_install(int type, int index, int) {
   std::lock_guard<std::mutex> hold(torchs::installing);
   auto& ours = torchs::forwarding();
   auto* now = torchs::get();
+  if (!keeps_figures(now, index)) return "its allocator does not tell what is allocated";
   if (now != &ours) {
     ours.base = now;
     source = now;
     served_type = type;
     torchs::allocator.store(&ours);
-    c10::SetAllocator(c10::DeviceType::CUDA, &ours, torchs::kPriority);
+    c10::SetAllocator(c10::DeviceType::CUDA, &ours);
   }
   limit(index);
   return nullptr;
@@ -66,7 +66,7 @@ void vm_uninstall(int, int index) {
   torchs::CUDAAllocator* ours = &torchs::forwarding();
   if (limited_after(index) || torchs::get() != ours) return;
   torchs::allocator.store(torchs::forwarding().base);
-  c10::SetAllocator(c10::DeviceType::CUDA, torchs::forwarding().base, torchs::kPriority);
+  c10::SetAllocator(c10::DeviceType::CUDA, torchs::forwarding().base);
 }
 int vm_installed(int) { return torchs::get() == &torchs::forwarding(); }
 }

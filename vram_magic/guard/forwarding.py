@@ -1,9 +1,10 @@
 """What the guard of accelerators needs to know of torch's CUDA headers, read from the installed text.
 
-Two things: whether `raw_alloc` may be replaced in the allocator's table of functions (the first way), and the C++ text
-of a subclass that hands every call on to torch's allocator (the second way, ``forwarding.cpp``). That class has some
-fifty virtual functions, which differ with torch's version; so they are written anew from the header. A declaration that
-is not understood fails to compile, and then there is no guard; nothing is guessed. Takes no lock, counts nothing.
+For the first way (``accelerator.cpp``): whether there is a class of allocators with figures, and whether `raw_alloc`
+may be replaced in the allocator's table of functions. For the second (``forwarding.cpp``): the C++ text of a subclass
+that hands every call on to torch's allocator. That class has some fifty virtual functions, which differ with torch's
+version; so they are written anew from the header. A declaration that is not understood fails to compile, and then there
+is no guard; nothing is guessed. Takes no lock, counts nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ import torch
 
 from vram_magic.guard.build import GuardUnavailable
 
-__all__ = ["GENERATED", "cuda_includes", "overrides", "raw_alloc_comes_first", "torch_includes"]
+__all__ = [
+    "GENERATED",
+    "cuda_includes",
+    "has_device_allocator",
+    "overrides",
+    "raw_alloc_comes_first",
+    "torch_includes",
+]
 
 GENERATED = "forwarding_overrides.h"
 """The name under which ``forwarding.cpp`` includes the overrides."""
@@ -43,6 +51,14 @@ _OPENING, _CLOSING = "(<{[", ")>}]"
 def torch_includes() -> Path:
     """Where the installed torch keeps its C++ headers."""
     return Path(torch.__file__).parent / "include"
+
+
+def has_device_allocator(includes: Path) -> bool:
+    """Whether torch has a class of allocators that tell what is allocated (since 2.9)."""
+    try:
+        return bool(_body(includes, *_CLASSES[1]))
+    except GuardUnavailable:
+        return False
 
 
 def raw_alloc_comes_first(includes: Path) -> bool:

@@ -25,7 +25,14 @@ from typing import Any
 import torch
 
 from vram_magic.guard.build import GuardUnavailable, load
-from vram_magic.guard.forwarding import GENERATED, cuda_includes, overrides, raw_alloc_comes_first, torch_includes
+from vram_magic.guard.forwarding import (
+    GENERATED,
+    cuda_includes,
+    has_device_allocator,
+    overrides,
+    raw_alloc_comes_first,
+    torch_includes,
+)
 
 __all__ = [
     "FORWARDING",
@@ -47,7 +54,8 @@ GRANTED, INTERRUPTED, REFUSED = 1, 2, 4
 operation ends. An answer of 0 is none."""
 
 OVER_BUDGET, OUT_OF_MEMORY = 0, 1
-"""Why there is pressure: the budget would be passed, or the allocator found no memory even without its cache."""
+"""Why there is pressure: the budget would be passed; or the allocator found no memory even without its cache, and one
+more for each time that this happened again although room had been granted."""
 
 PressureFn = Callable[[int, int, int], int]
 """Called with the bytes that lack room, why, and the size of the whole request."""
@@ -81,13 +89,12 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "vm_release": (None, [_pointer]),
     "vm_draw_on": (None, [_int, _pointer, _int]),
     "vm_credit": (_int64, [_int]),
-    "vm_spend": (None, [_pointer, _int64]),
+    "vm_spend": (None, [_int, _pointer, _int64]),
     "vm_give_back": (None, [_int, _int64]),
     "vm_owns": (_int, [_int, _pointer]),
     "vm_adopt": (_int64, [_int, _pointer]),
 }
 _ACCELERATOR_SIGNATURES: dict[str, tuple[object, list[object]]] = {
-    "vm_device_type": (_int, [ctypes.c_char_p]),
     "vm_calls": (_int64, [_int]),
     "vm_bench": (_int64, [_int, _int64, _int64]),
 }
@@ -116,7 +123,7 @@ def load_accelerator_guard(device: torch.device) -> NativeGuard:
             reasons.append(str(unavailable))
         else:
             return guard
-    raise GuardUnavailable("; ".join(reasons) or f"{device.type} has no second way")
+    raise GuardUnavailable("; ".join(dict.fromkeys(reasons)) or f"{device.type} has no second way")
 
 
 @functools.cache
@@ -134,7 +141,7 @@ def _guard(kind: str, index: int, way: str) -> NativeGuard:
 def _library(cpu: bool, way: str) -> ctypes.PyDLL:
     if cpu:
         library = load(_SOURCES / "cpu.cpp")
-    elif not (torch_includes() / "c10/core/CachingDeviceAllocator.h").is_file():
+    elif not has_device_allocator(torch_includes()):
         raise GuardUnavailable("torch 2.9 or newer is needed")
     elif way == NATIVE:
         library = load(_SOURCES / "accelerator.cpp")
@@ -274,6 +281,10 @@ class NativeGuard:
         pointer = self._library.vm_reserve(self._index, size_bytes)
         return NativeReservation(self, self._library, pointer) if pointer else None
 
+    def spend(self, pointer: int | None, size_bytes: int) -> None:
+        """Counts bytes that nobody allocates here, paid by the reservation as far as it goes."""
+        self._library.vm_spend(self._index, pointer, size_bytes)
+
     def give_back(self, size_bytes: int) -> None:
         self._library.vm_give_back(self._index, size_bytes)
 
@@ -321,7 +332,7 @@ class NativeReservation:
         return self._guard.drawing(self._pointer, own_move=own_move)
 
     def spend(self, size_bytes: int) -> None:
-        self._library.vm_spend(self._pointer, size_bytes)
+        self._guard.spend(self._pointer, size_bytes)
 
     def transfer(self) -> None:
         """The bytes now belong to the allocation that asked."""

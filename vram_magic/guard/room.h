@@ -23,10 +23,9 @@ namespace {
 constexpr int kGranted = 1, kInterrupted = 2, kRefused = 4, kAsks = 3, kDevices = 64;
 constexpr int64_t kReleased = INT64_MIN;  // in place of what is left: whoever gives something back now learns of it
 
-enum Why : int32_t {
-  kBudget = 0,       // the budget would be passed
-  kOutOfMemory = 1,  // the allocator itself found no memory, after it had flushed its cache
-};
+// Why there is a question: the budget would be passed; or the allocator itself found no memory, after it had flushed its
+// cache. One more than that for each time that it happened to the same request although room had been granted.
+constexpr int32_t kBudget = 0, kOutOfMemory = 1;
 
 using PressureFn = int64_t (*)(int64_t need, int32_t why, int64_t size);
 using InterruptFn = void (*)();
@@ -81,7 +80,7 @@ bool may_ask(int device) {
 }
 
 // Whether room for `need` of the `size` bytes was granted. An interrupt is raised when the operation has ended.
-bool ask(int device, int64_t need, Why why, int64_t size) {
+bool ask(int device, int64_t need, int32_t why, int64_t size) {
   Callback& callback = callbacks[device];
   auto pressure = callback.pressure.load();
   if (!pressure) return false;

@@ -1,7 +1,8 @@
 // How the guards of accelerators count: by tickets, since frees cannot be seen.
 //
-// A deleter must stay the allocator's own (CUDA graph trees compare it), so what is live is asked of the allocator, which
-// takes its lock and some microseconds. In between, tickets say what may be admitted unseen. Of each device, in bytes:
+// A deleter must stay the allocator's own (CUDA graph trees compare it), so what is live is asked of the allocator,
+// which takes its lock and some microseconds. In between, tickets say what may be admitted unseen. Of each device, in
+// bytes:
 //   budget    what live and held bytes together may reach by an allocation
 //   live      what the allocator has handed out, and `spent`: declared bytes of outside engines
 //   held      what reservations still hold
@@ -23,7 +24,6 @@
 #include "room.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/StorageImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <sched.h>
@@ -31,7 +31,6 @@
 #include <chrono>
 #include <exception>
 #include <mutex>
-#include <new>
 #include <thread>
 
 namespace {
@@ -71,7 +70,18 @@ std::atomic<c10::DeviceAllocator*> source{nullptr};  // of the figures: torch's 
 std::atomic<int> served_type{-1};                    // of device; there is one accelerator type in a process
 std::atomic<bool> forked{false};
 
-// Zeros before the device was first used. A forked child asks nobody: the allocator's lock may be locked for ever there.
+// Whether the allocator tells figures at all, as far as is known before the device was first used. Asked with no lock
+// held: one that does not, throws, and torch may need the GIL to describe where.
+bool keeps_figures(c10::DeviceAllocator* allocator, int index) {
+  try {
+    if (allocator->initialized()) allocator->getDeviceStats(static_cast<c10::DeviceIndex>(index));
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+// Zeros before the device was first used. A forked child asks nobody: there the allocator's lock may stay locked.
 Figures figures(const Ledger& ledger) {
   auto* from = source.load();
   if (!from || forked.load()) return {ledger.seen.load(), 0, ledger.seen.load()};
@@ -80,7 +90,7 @@ Figures figures(const Ledger& ledger) {
     auto stats = from->getDeviceStats(static_cast<c10::DeviceIndex>(ledger.index()));
     constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
     return {stats.allocated_bytes[kAll].current, stats.allocated_bytes[kAll].peak, stats.reserved_bytes[kAll].current};
-  } catch (const std::exception&) {  // not every allocator keeps figures
+  } catch (const std::exception&) {
     return {};
   }
 }
@@ -105,8 +115,8 @@ void wait_a_little(int round) {
   }
 }
 
-// The room, with the tickets called in; under the mutex. Where only requests in flight (but for the caller's `own`) stand
-// in the way of `wanted`, some are counted twice: they are waited for, for some milliseconds at most.
+// The room, with the tickets called in; under the mutex. Where only requests in flight (but for the caller's `own`)
+// stand in the way of `wanted`, some may be counted twice: they are waited for, for some milliseconds at most.
 Look Ledger::look(int64_t wanted, int64_t own) {
   headroom.exchange(0);
   for (int round = 0;; round++) {
@@ -154,7 +164,7 @@ class Request {
   void admit() {
     for (int asked = 0;; asked++) {
       draw();
-      int64_t rest = size_ - paid_;
+      int64_t rest = unpaid();
       if (rest == 0 || ledger_.has_tickets(rest) || ledger_.admit_after_look(rest, paid_)) {
         paid_ += rest;
         return;
@@ -169,10 +179,10 @@ class Request {
   }
 
   // Asks in this request's name; true when room was granted, by `grant`.
-  bool ask(Why why) {
-    int64_t unpaid = size_ - paid_, own = std::min(vm_credit(ledger_.index()), unpaid);
+  bool ask(int32_t why) {
+    int64_t need = std::max<int64_t>(unpaid() - vm_credit(ledger_.index()), 0);
     asking = this;
-    bool granted = ::ask(ledger_.index(), unpaid - own, why, size_);
+    bool granted = ::ask(ledger_.index(), need, why, size_);
     asking = nullptr;
     return granted;
   }
@@ -197,6 +207,8 @@ class Request {
     return (size + kGrain - 1) / kGrain * kGrain;
   }
 
+  int64_t unpaid() const { return std::max<int64_t>(size_ - paid_, 0); }  // more may be granted than was asked for
+
   void pay(int64_t n) {
     ledger_.inflight.fetch_add(n);
     paid_ += n;
@@ -204,7 +216,7 @@ class Request {
 
   void draw() {
     from_ = drawings[ledger_.index()].from;
-    drawn_ = take(from_, size_ - paid_);
+    drawn_ = take(from_, unpaid());
     if (!drawn_) return;
     pay(drawn_);
     ledger_.held.fetch_sub(drawn_);
@@ -263,7 +275,7 @@ auto guarded(size_t n, Allocate&& allocate) -> decltype(allocate()) {
     }
     request.withdraw();
     if (retries == kTries || !may_ask(ledger->index())) std::rethrow_exception(failure);
-    if (!request.ask(kOutOfMemory)) {
+    if (!request.ask(kOutOfMemory + retries)) {
       if (!message.empty()) refuse({});
       std::rethrow_exception(failure);
     }
@@ -271,129 +283,4 @@ auto guarded(size_t n, Allocate&& allocate) -> decltype(allocate()) {
   }
 }
 
-// Begins to limit the device.
-void limit(int index) {
-  Ledger& ledger = ledgers[index];
-  std::lock_guard<std::mutex> hold(ledger.mutex);
-  ledger.headroom = 0;
-  ledger.known_peak = figures(ledger).peak;
-  ledger.top = 0;
-  ledger.top = ledger.glance().live;
-  ledger.limited = true;
-}
-
-// Whether a device is still limited after this one is not.
-bool limited_after(int index) {
-  ledgers[index].limited = false;
-  return std::any_of(ledgers, ledgers + kDevices, [](const Ledger& ledger) { return ledger.limited.load(); });
-}
-
 }  // namespace
-
-extern "C" {
-// In a forked child nobody could answer, and a lock that another thread held stays locked.
-void vm_forked(int index) {
-  Ledger& ledger = ledgers[index];
-  ledger.limited = false;
-  ledger.budget = kNoLimit;
-  forked = true;
-  callbacks[index].pressure = nullptr;
-  new (&ledger.mutex) std::mutex;
-}
-void vm_set_budget(int index, int64_t n) {
-  Ledger& ledger = ledgers[index];
-  std::lock_guard<std::mutex> hold(ledger.mutex);
-  ledger.budget = std::min(n, kNoLimit);
-  ledger.headroom.exchange(0);
-}
-int64_t vm_live(int index) {
-  Ledger& ledger = ledgers[index];
-  std::lock_guard<std::mutex> hold(ledger.mutex);
-  return ledger.glance().live;
-}
-// With what is in flight: a plan that left it out would think that there is room where `vm_reserve` finds none.
-int64_t vm_committed(int index) {
-  Ledger& ledger = ledgers[index];
-  std::lock_guard<std::mutex> hold(ledger.mutex);
-  for (int round = 0; round < kYields && ledger.inflight.load(); round++) sched_yield();
-  Look now = ledger.glance();
-  return now.live + now.held + now.inflight;
-}
-int64_t vm_cached(int index) {
-  Figures now = figures(ledgers[index]);
-  return now.reserved - now.allocated;
-}
-int64_t vm_calls(int index) { return ledgers[index].calls; }
-// The allocator's own peak where it is one of our time; else the most that was seen.
-int64_t vm_peak(int index) {
-  Ledger& ledger = ledgers[index];
-  std::lock_guard<std::mutex> hold(ledger.mutex);
-  ledger.glance();
-  int64_t theirs = figures(ledger).peak;
-  ledger.known_peak = std::min(ledger.known_peak, theirs);  // somebody else may have reset it
-  return std::max(ledger.top.load(), theirs > ledger.known_peak ? theirs : 0);
-}
-void vm_reset_peak(int index) {
-  Ledger& ledger = ledgers[index];
-  std::lock_guard<std::mutex> hold(ledger.mutex);
-  auto* from = source.load();
-  try {
-    if (from && !forked.load() && from->initialized()) from->resetPeakStats(static_cast<c10::DeviceIndex>(index));
-  } catch (const std::exception&) {  // not every allocator keeps figures
-  }
-  ledger.known_peak = figures(ledger).peak;
-  ledger.top = 0;
-  ledger.glance();
-}
-
-// Takes n bytes of the free room, or returns null.
-Reservation* vm_reserve(int index, int64_t n) {
-  Ledger& ledger = ledgers[index];
-  std::lock_guard<std::mutex> hold(ledger.mutex);
-  if (ledger.look(n, 0).room < n) return nullptr;
-  ledger.held.fetch_add(n);
-  return new Reservation{index, {n}};
-}
-// Hands the bytes left to the request that is asking in this thread.
-void vm_transfer(Reservation* r) {
-  if (!r) return;
-  int64_t left = close(r);
-  Request::grant(ledgers[r->device], left);
-  ledgers[r->device].held.fetch_sub(left);
-}
-void vm_release(Reservation* r) {
-  if (r) ledgers[r->device].held.fetch_sub(close(r));
-}
-// Declared bytes of an outside engine: counted, never allocated here.
-void vm_spend(Reservation* r, int64_t n) {
-  Ledger& ledger = ledgers[r->device];
-  std::lock_guard<std::mutex> hold(ledger.mutex);
-  int64_t promised = take(r, n);
-  ledger.spent.fetch_add(n);
-  ledger.held.fetch_sub(promised);
-  ledger.headroom.exchange(0);
-  ledger.glance();
-}
-void vm_give_back(int index, int64_t n) { ledgers[index].spent.fetch_sub(n); }
-
-// Whether the memory came from this allocator and device, so that freeing it gives room.
-int vm_owns(int index, c10::StorageImpl* storage) {
-  auto* from = source.load();
-  auto& pointer = storage->_mutable_data_ptr_no_checks();
-  return from && static_cast<int>(pointer.device().type()) == served_type.load() && pointer.device().index() == index &&
-         pointer.get_deleter() == from->raw_deleter();
-}
-int64_t vm_adopt(int, c10::StorageImpl*) { return 0; }  // the allocator has counted it since it was made
-
-// Nanoseconds for so many allocations of n bytes and their frees, without Python; -1 when one failed.
-int64_t vm_bench(int type, int64_t n, int64_t reps) {
-  auto start = std::chrono::steady_clock::now();
-  try {
-    for (int64_t i = 0; i < reps; i++) c10::GetAllocator(static_cast<c10::DeviceType>(type))->allocate(n);
-  } catch (const std::exception&) {
-    return -1;
-  }
-  auto took = std::chrono::steady_clock::now() - start;
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(took).count();
-}
-}

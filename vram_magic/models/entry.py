@@ -8,8 +8,16 @@ out; while everything is there, a call costs one entry at the root. On an accele
 own (they name their device: a text encoder, say) are shadowed always, since people call them with inputs made for
 where they last saw the weights.
 
+``forward`` is too late where something runs before it: hooks, which may read weights, and compiled code, which is made
+for the weights as it finds them. So modules with hooks have an entry point in place of ``_call_impl``, which runs the
+hooks and ``forward``, and what ``module.compile()`` sets is shadowed as well. All modules have the first while some
+block is out, since hooks may still come. What ``torch.compile(module)`` gives is `compiled`'s.
+
 An entry point refers to its object weakly, so ``del model`` frees at once. It copies and pickles as the plain bound
 method, so copies of a managed model are plain models.
+
+One lock guards the lists of what is shadowed: a manager's thread changes them, and whoever compiles a module. Nothing
+is waited for under it; `compiled`'s and `execution`'s locks may be taken under it. Counts no bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +25,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
+import os
+import threading
 import types
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
@@ -26,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vram_magic.errors import UnknownModelError
+from vram_magic.models.compiled import CompiledCaller, CompiledCalls, compiled_module
 from vram_magic.models.execution import Carrier, ExecutionDevice, execution_device_of
 
 if TYPE_CHECKING:
@@ -37,6 +49,11 @@ __all__ = ["EntryPoint", "EntryPoints"]
 # Saving reads the weights wherever they are: it needs no room.
 _READS_IN_PLACE = {"save_pretrained", "push_to_hub"}
 
+# Methods of torch's base class that hand their arguments on to `forward`.
+_CALL, _COMPILED_CALL, _COMPILE = "_call_impl", "_compiled_call_impl", "compile"
+_HAND_ON = {_CALL, _COMPILED_CALL, _COMPILE}
+_forward_of = operator.attrgetter("forward")
+
 
 class EntryPoint:
     """One public method of one object, under a lease."""
@@ -45,40 +62,56 @@ class EntryPoint:
         self,
         thing: object,
         name: str,
-        function: Callable[..., Any],
-        bound: bool,
+        own: Callable[..., Any] | None,
         registry: Registry,
         model: ManagedModel,
         execution_device: torch.device | None = None,
     ) -> None:
+        """``own``: what the instance has under the name; None where it is its class's."""
         self._thing = weakref.ref(thing)
         self._name = name
-        self._function = function
-        self._bound = bound
+        self._function: Callable[..., Any] = getattr(type(thing), name) if own is None else own
+        self._own = own is not None
+        self._bound = self._own
+        if isinstance(own, types.MethodType) and own.__self__ is thing:
+            self._function, self._bound = own.__func__, False  # the object itself would be a cycle through us
         self._registry = registry
         self._model = model
-        self._outermost = function
+        self._carrier: Carrier | None = None
         if execution_device is not None and name not in _READS_IN_PLACE:
-            self._outermost = Carrier(function, execution_device, model)
-        functools.update_wrapper(self, function)
+            self._carrier = self._carrier_to(execution_device)
+        functools.update_wrapper(self, self._function)
+
+    def _carrier_to(self, device: torch.device) -> Carrier:
+        function, thing = self._function, self._thing
+        if self._name in _HAND_ON:
+            return Carrier(device, self._model, lambda: _forward_of(thing()), not self._bound)
+        return Carrier(device, self._model, lambda: function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._bound:
-            thing = self._thing()
-            if thing is None:
-                raise UnknownModelError(
-                    f"{self._name} was called of a model that is gone.\n0 B of it are left.\n"
-                    f"The last reference to {self._model.name!r} was deleted; a method alone does not keep it.\n"
-                    "Keep the model in a variable while you use its methods"
-                )
-            args = (thing, *args)
+            args = (self._living(), *args)
+        return self._leased(self._function, args, kwargs)
+
+    def _living(self) -> object:
+        thing = self._thing()
+        if thing is None:
+            raise UnknownModelError(
+                f"{self._name} was called of a model that is gone.\n0 B of it are left.\n"
+                f"The last reference to {self._model.name!r} was deleted; a method alone does not keep it.\n"
+                "Keep the model in a variable while you use its methods"
+            )
+        return thing
+
+    def _leased(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         registry, model = self._registry, self._model
-        # A traced call computes through the same code; what runs the compiled code holds the lease.
+        # A traced call computes through the same code. Who calls the compiled code holds the lease: the entry in place
+        # of what `compile` set, or `CompiledCaller`. Only a compiled function that is no method of ours has none.
         if torch.compiler.is_compiling() or registry.inside(model):
-            return self._function(*args, **kwargs)
+            return function(*args, **kwargs)
         lease = registry.begin(model, bring=self._name not in _READS_IN_PLACE)
         try:
-            result = self._outermost(*args, **kwargs)
+            result = function(*args, **kwargs) if self._carrier is None else self._carrier(function, args, kwargs)
         finally:
             registry.end(lease)
         if isinstance(result, _SUSPENDED):
@@ -88,7 +121,7 @@ class EntryPoint:
     @property
     def shadowed(self) -> Callable[..., Any] | None:
         """The instance's own attribute that it stands for; None when it is the class's method."""
-        return self._function if self._bound else None
+        return self._plain(self._thing()) if self._own else None
 
     def _plain(self, thing: Any) -> Any:
         """The method as it is without us."""
@@ -114,6 +147,22 @@ class EntryPoint:
 
     def __repr__(self) -> str:
         return f"<{self._name} of {self._model.name!r}, managed by vram_magic>"
+
+
+class _Compile(EntryPoint, CompiledCaller):
+    """``compile`` of a module, which needs no lease. It stands for the module where compiled forms of it are called."""
+
+    def __init__(self, entries: EntryPoints, *args: Any) -> None:
+        super().__init__(*args)
+        self._entries = entries
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._plain(self._living())(*args, **kwargs)
+        self._entries.look_anew(self._model)
+        return result
+
+    def call_compiled(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._leased(call, args, kwargs)
 
 
 _OF_METHODS = {"__code__", "__defaults__", "__func__", "__globals__", "__kwdefaults__", "__self__"}
@@ -196,15 +245,27 @@ class _Shadow:
         now = None if module is None else module.__dict__.get(self.name)
         if module is None or not isinstance(now, EntryPoint) or now is not self.entry():
             return  # gone, or replaced by the user
-        module.__dict__.pop("__reduce_ex__", None)
         if now.shadowed is None:
             del module.__dict__[self.name]
         else:
             module.__dict__[self.name] = now.shadowed
+        if not any(isinstance(value, EntryPoint) for value in module.__dict__.values()):
+            module.__dict__.pop("__reduce_ex__", None)
+
+
+_lock = threading.RLock()  # re-entrant: the garbage collector may run anything anywhere
+
+
+def _in_child() -> None:
+    global _lock  # noqa: PLW0603  it may have been held by a thread that the forked child has not
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 class EntryPoints:
-    """All entry points of one model: on its roots always, on the modules below only while asked to watch them."""
+    """All entry points of one model: on its roots always, on all its modules only while asked to watch them."""
 
     def __init__(
         self,
@@ -216,55 +277,80 @@ class EntryPoints:
         """``execution_device``: an accelerator to bring inputs to, None for the CPU; ``thing``: the roots' holder."""
         self._registry = registry
         self._execution = None if execution_device is None else ExecutionDevice(execution_device)
+        self._compiled_calls = CompiledCalls()
         self._thing = _weakly(thing)
         self._roots = [weakref.ref(root) for root in roots]
-        self._on_roots: list[_Shadow] = []
-        self._on_children: list[_Shadow] = []
+        self._always: list[_Shadow] = []
+        self._while_out: list[_Shadow] = []
         # The same entry point comes back each time: a compiled call would be compiled anew for another one.
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, EntryPoint]] = weakref.WeakKeyDictionary()
 
     def install(self, model: ManagedModel) -> None:
-        roots = self._living()
-        always = [*roots, *self._announced(roots)]
-        self._on_roots = [shadow for module in always for shadow in self._shadow(module, model)]
+        """Shadows what is called while everything is there. Again: what came since, or stands in our place now."""
+        with _lock:
+            self._compiled_calls.watch()
+            roots = self._living()
+            for module in [*roots, *self._announced(roots)]:
+                self._always += self._shadow(module, model)
 
     def watch_children(self, model: ManagedModel) -> None:
-        if self._on_children:
-            return
-        roots = self._living()
-        self._announced(roots)  # a child may be new
-        children = [child for root in roots for child in root.modules() if child not in roots]
-        self._on_children = [shadow for child in children for shadow in self._shadow(child, model)]
+        """Shadows everything that could be called. Before weights leave, so it looks anew."""
+        with _lock:
+            if not self._while_out:
+                self.install(model)
+                self._watch_all(model)
+
+    def _watch_all(self, model: ManagedModel) -> None:
+        for module in self._modules(self._living()):
+            self._while_out += self._shadow(module, model, out=True)
 
     def unwatch_children(self) -> None:
-        watched, self._on_children = self._on_children, []
-        for shadow in watched:
-            shadow.take_away()
+        with _lock:
+            watched, self._while_out = self._while_out, []
+            for shadow in watched:
+                shadow.take_away()
 
     def remove(self) -> None:
-        self.unwatch_children()
-        for shadow in self._on_roots:
-            shadow.take_away()
-        self._on_roots = []
-        if self._execution is not None:
-            self._execution.withdraw()
+        with _lock:
+            self.unwatch_children()
+            for shadow in self._always:
+                shadow.take_away()
+            self._always = []
+            self._compiled_calls.withdraw()
+            if self._execution is not None:
+                self._execution.withdraw()
+
+    def look_anew(self, model: ManagedModel) -> None:
+        """After somebody compiled a module."""
+        with _lock:
+            if model.forgotten:
+                return
+            self.install(model)
+            if self._while_out:
+                self._watch_all(model)
 
     def _announced(self, roots: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """The modules whose ``device`` now names the execution device, the object's own too; none on the CPU."""
         if self._execution is None:
             return []
-        modules = dict.fromkeys(module for root in roots for module in root.modules())
+        modules = self._modules(roots)
         self._execution.announce([self._thing(), *modules])
         return [module for module in modules if execution_device_of(module) is not None]
 
     def _living(self) -> list[torch.nn.Module]:
-        return [root for ref in self._roots if (root := ref()) is not None]
+        """The roots, each compiled one with the module that it was made of: people call the methods of that one."""
+        roots = [root for ref in self._roots if (root := ref()) is not None]
+        return [*roots, *(module for root in roots if (module := compiled_module(root)) is not None)]
 
-    def _shadow(self, module: torch.nn.Module, model: ManagedModel) -> list[_Shadow]:
+    @staticmethod
+    def _modules(roots: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        return list(dict.fromkeys(module for root in roots for module in root.modules()))
+
+    def _shadow(self, module: torch.nn.Module, model: ManagedModel, *, out: bool = False) -> list[_Shadow]:
         done: list[_Shadow] = []
         if isinstance(module, torch.jit.ScriptModule):
             return done  # its methods live in C++
-        for name in _public_methods(type(module)):  # type: ignore[arg-type]
+        for name in _names_to_shadow(module, out=out):
             own = module.__dict__.get(name)
             if isinstance(own, EntryPoint):
                 continue  # watched by a model that shares the module
@@ -276,13 +362,13 @@ class EntryPoints:
         return done
 
     def _entry(self, module: torch.nn.Module, name: str, own: Any, model: ManagedModel) -> EntryPoint | None:
-        function, bound = _unwrapped(module, name, own)
-        device = None if self._execution is None else self._execution.device
-        if function is None or bound:
-            return None if function is None else EntryPoint(module, name, function, True, self._registry, model, device)
-        known = self._known.setdefault(module, {})
+        if own is not None and not callable(own):
+            return None
+        known = self._known.setdefault(module, {}) if own is None else {}  # its own may refer to it: a cycle
         if name not in known:
-            known[name] = EntryPoint(module, name, function, False, self._registry, model, device)
+            device = None if self._execution is None else self._execution.device
+            make = functools.partial(_Compile, self) if name == _COMPILE else EntryPoint
+            known[name] = make(module, name, own, self._registry, model, device)
         return known[name]
 
 
@@ -293,13 +379,14 @@ def _weakly(thing: object) -> Callable[[], object]:
         return lambda: None
 
 
-def _unwrapped(module: torch.nn.Module, name: str, own: Any) -> tuple[Callable[..., Any] | None, bool]:
-    """What the name calls now, and whether it brings its own object along."""
-    if own is None:
-        return getattr(type(module), name), False
-    if isinstance(own, types.MethodType) and own.__self__ is module:
-        return own.__func__, False  # a bound method of the object in its own dict would be a cycle through us
-    return (own, True) if callable(own) else (None, True)
+def _names_to_shadow(module: torch.nn.Module, *, out: bool) -> Iterator[str]:
+    """``out``: while some block is out, or about to leave."""
+    yield from _public_methods(type(module))  # type: ignore[arg-type]
+    yield _COMPILE
+    if out or module._forward_pre_hooks or module._forward_hooks:  # noqa: SLF001
+        yield _CALL
+    if module.__dict__.get(_COMPILED_CALL) is not None:
+        yield _COMPILED_CALL
 
 
 @functools.lru_cache(maxsize=4096)

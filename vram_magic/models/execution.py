@@ -43,33 +43,35 @@ __all__ = ["Carrier", "ExecutionDevice", "execution_device_of"]
 
 
 class Carrier:
-    """A method of a model; called, it finds its inputs where the model's weights are."""
+    """Calls methods of a model with their inputs where its weights are."""
 
-    __slots__ = ("_device", "_function", "_model", "_parameters")
+    __slots__ = ("_described", "_device", "_leading", "_model", "_parameters")
 
-    def __init__(self, function: Callable[..., Any], device: torch.device, model: ManagedModel) -> None:
-        self._function = function
-        self._device = device
-        self._model = model
+    def __init__(
+        self, device: torch.device, model: ManagedModel, described: Callable[[], Callable[..., Any]], leading: int = 0
+    ) -> None:
+        """``described`` gives the method whose parameters name the arguments, but for so many ``leading`` ones."""
+        self._device, self._model = device, model
+        self._described, self._leading = described, leading
         self._parameters: tuple[list[str], str] | None = None  # looked up when first needed: it takes long
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = self._device
         if not (_any_elsewhere(args, device, {}) or (kwargs and _any_elsewhere(kwargs.values(), device, {}))):
-            return self._function(*args, **kwargs)
+            return function(*args, **kwargs)
         if self._model.forgotten or not self._model.complete:
-            return self._function(*args, **kwargs)  # it computes where it is, as in a forked child
-        return self._call_with_inputs(args, kwargs)
+            return function(*args, **kwargs)  # it computes where it is, as in a forked child
+        return self._call_with_inputs(function, args, kwargs)
 
-    def _call_with_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_with_inputs(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._parameters is None:
-            self._parameters = _positional_parameters(self._function)
+            self._parameters = _positional_parameters(self._described())
         names, rest = self._parameters
-        trip = _Trip(self._device)
-        moved_args = [trip.bring(value, name) for value, name in zip(args, chain(names, repeat(rest)), strict=False)]
+        trip, all_names = _Trip(self._device), chain(repeat("", self._leading), names, repeat(rest))
+        moved_args = [trip.bring(value, name) for value, name in zip(args, all_names, strict=False)]
         moved_kwargs = {name: trip.bring(value, name) for name, value in kwargs.items()}
         try:
-            return self._function(*moved_args, **moved_kwargs)
+            return function(*moved_args, **moved_kwargs)
         finally:
             trip.hand_back()
 

@@ -239,6 +239,8 @@ static struct allocation *allocations;
 
 /* Fresh pages each time, and gone when freed: who touches freed device memory crashes, as on a card. */
 static cudaError_t allocate(void **pointer, size_t bytes, enum cudaMemoryType type) {
+    *pointer = NULL;
+    if (!bytes) return cudaSuccess;
     struct allocation *made = malloc(sizeof *made);
     void *start = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (!made || start == MAP_FAILED) abort(); /* the machine is full, not the device */

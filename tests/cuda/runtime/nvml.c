@@ -202,7 +202,7 @@ nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, unsign
     unsigned room = list ? *count : 0;
     *count = processes(running);
     if (*count > room) return NVML_ERROR_INSUFFICIENT_SIZE;
-    memcpy(list, running, *count * sizeof *list);
+    for (unsigned i = 0; i < *count; i++) list[i] = running[i];
     return NVML_SUCCESS;
 }
 
