@@ -156,7 +156,7 @@ class Body:
             return "device"
         if self._records[span].spilled:
             return "host"
-        if span.pages:
+        if self._records.place_of(span):
             return "disk"
         return "device" if self._device.is_host else "host"
 

@@ -37,7 +37,8 @@ class Span:
     ``tensors[i]``, ``uses[i]`` is its use count while idle; ``names`` are those of parameters and buffers, as in
     ``state_dict()``. ``fixed`` says why the memory can never be moved, and is empty when it can. ``alone``: no other
     span lies over the same storage. ``owned``: the device's allocator owns the memory, so freeing it gives room.
-    ``transient``: only buffers that are not saved lie there, so no file can hold them.
+    ``transient``: only buffers that are not saved lie there, so no file can hold them. ``stands_in``: the memory is
+    what we have put in place of the device's.
     """
 
     memory: torch.UntypedStorage
@@ -51,6 +52,7 @@ class Span:
     alone: bool = True
     owned: bool = True
     transient: bool = True
+    stands_in: bool = False
     pages: FilePages | None = None
 
     @property
@@ -78,7 +80,7 @@ class Span:
 
     @property
     def file_place(self) -> tuple[int, int, int] | None:
-        """(device, inode, offset) when the memory is a private mapping of a file."""
+        """(device, inode, offset) when the memory is a private mapping of a file, of a loader's making."""
         return self.pages.place_of(self.address) if self.pages else None
 
     def contiguous_dtype(self) -> torch.dtype | None:
@@ -99,7 +101,8 @@ class Span:
 
     def moved_to(self, memory: torch.Tensor, *, owned: bool) -> None:
         """Told after the tensors lie over ``memory``: lets go of the old."""
-        self.memory, self.start, self.end, self.owned = memory.untyped_storage(), 0, self.nbytes, owned
+        self.memory, self.start, self.end = memory.untyped_storage(), 0, self.nbytes
+        self.owned, self.stands_in = owned, not owned
 
 
 def survey(
@@ -198,9 +201,10 @@ def _place(
         return
     owned = device.owns(storage)
     # Elsewhere only a file that is mapped as one piece for many tensors, which cannot grow, is taken range by range.
-    whole = owned or stands_in(storage) or (not device.is_host and storage.resizable())
+    ours = stands_in(storage)
+    whole = owned or ours or (not device.is_host and storage.resizable())
     span = _span_for(spans, tensor, storage, whole=whole)
-    span.owned = owned
+    span.owned, span.stands_in = owned, ours
     span.fixed = span.fixed or fixed
     span.names.append(name)
     span.transient = span.transient and transient
@@ -272,7 +276,8 @@ def _elsewhere(tensor: torch.Tensor, device: Device) -> str:
 
 
 def _find_pages(spans: list[Span], device: Device) -> None:
-    mapped = [span for span in spans if not span.owned and not span.fixed]
+    # The table of a process's mappings is long: it is read only where a mapping is not ours.
+    mapped = [span for span in spans if not (span.owned or span.fixed or span.stands_in)]
     pages = file_pages() if mapped else []  # in the order of addresses
     starts = [page.start for page in pages]
     for span in mapped:
