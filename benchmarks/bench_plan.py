@@ -26,7 +26,8 @@ def snapshot() -> Snapshot:
     def model(n: int) -> ModelState:
         blocks = tuple(rng.randrange(1, 2**26) for _ in range(BLOCKS))
         residency = "device" if n % 10 == 0 else "auto"
-        return ModelState(f"model {n}", rng.randrange(4), rng.randrange(2**40), blocks, residency)
+        own = {"demotable": blocks} if residency == "device" else {"blocks": blocks}
+        return ModelState(f"model {n}", rng.randrange(4), rng.randrange(2**40), residency=residency, **own)
 
     return Snapshot(2**62, 0, tuple(model(n) for n in range(MODELS)))
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import vram_magic as vm
+from vram_magic.residency import leaving
 
 MIB = 1 << 20
 
@@ -137,3 +138,89 @@ def test_host_residency_leaves_as_a_copy_and_auto_goes_back_to_the_file(mgr, tmp
     assert handle.state == "disk"
     assert copied_bytes(mgr) == 0
     assert torch.equal(model[1].weight, nn.Sequential(model)[0][1].weight)
+
+
+def test_only_what_was_demoted_leaves_like_any_other_afterwards(mgr, resident):
+    mgr.make_room(mgr.free_bytes + 2 * MIB)
+    mgr["resident"].load()
+    mgr.register("other", other := layers(2), tier="asr")
+    assert mgr.make_room(mgr.free_bytes + MIB, tier="llm") == MIB
+    assert stages(mgr) == [("resident", "pass 1")]
+    mgr["resident"].load()
+    assert mgr.make_room(mgr.free_bytes + 5 * MIB, tier="llm") == 5 * MIB
+    assert stages(mgr) == [("resident", "pass 1"), ("other", "pass 2"), ("resident", "demotion")]
+    assert other is not None
+
+
+def test_a_new_wish_to_stay_begins_anew(mgr, resident):
+    mgr.make_room(mgr.free_bytes + 4 * MIB)
+    assert mgr["resident"].residency == "disk"
+    mgr["resident"].residency = "device"
+    assert mgr["resident"].residency == "device"
+    mgr["resident"].load()
+    mgr.register("other", other := layers(1), tier="asr")
+    mgr.make_room(mgr.free_bytes + MIB, tier="llm")
+    assert stages(mgr) == [("other", "pass 2")]
+    assert other is not None
+
+
+def test_a_block_that_did_not_leave_has_its_old_residency_back(mgr, resident, monkeypatch):
+    last, replace = resident[3].weight, leaving.replace
+    monkeypatch.setattr(leaving, "replace", lambda span, *a: span.tensors[0] is not last and replace(span, *a))
+    assert mgr.make_room(mgr.free_bytes + MIB) == MIB
+    monkeypatch.undo()
+    assert mgr["resident"].blocks == (3, 4)
+    assert last.device.type == DEVICE
+    mgr["resident"].load()
+    mgr.register("other", other := layers(1), tier="asr")
+    mgr.make_room(mgr.free_bytes + 2 * MIB, tier="llm")
+    assert stages(mgr) == [("resident", "pass 1"), ("other", "pass 2")]
+    assert other is not None
+
+
+class WithBuffers(nn.Module):
+    """As rotary embeddings have them: a buffer that is in no file."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(512, 512, bias=False, device=DEVICE)
+        self.register_buffer("frequencies", torch.randn(64, device=DEVICE), persistent=False)
+
+    def forward(self, x):
+        return self.layer(x) * self.frequencies.sum()
+
+
+def test_a_buffer_that_is_never_saved_keeps_no_model_from_being_demoted(mgr, tmp_path):
+    model = WithBuffers()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    h = mgr.register("model", model, residency="device", source=tmp_path / "model.safetensors")
+    frequencies = model.frequencies.clone()
+    assert mgr.make_room(mgr.free_bytes + MIB + 1) > MIB
+    assert h.state == "disk"
+    h.load()
+    assert torch.equal(model.frequencies, frequencies)
+
+
+def test_an_edited_weight_is_named_when_it_keeps_the_model(mgr, resident):
+    resident[1].weight.data.neg_()
+    with pytest.raises(vm.VRAMOutOfMemoryError, match=r"1\.weight was edited, or its file does not hold it"):
+        mgr.make_room(mgr.free_bytes + 4 * MIB)
+
+
+def test_weights_that_another_tensor_shares_are_not_demoted(mgr, resident):
+    alias = resident[2].weight.detach()
+    with pytest.raises(vm.VRAMOutOfMemoryError, match="another tensor shares its memory"):
+        mgr.make_room(mgr.free_bytes + 4 * MIB)
+    assert alias.device.type == DEVICE
+    assert mgr["resident"].blocks == (4, 4)
+
+
+def test_a_model_that_the_request_needs_is_not_demoted_for_itself(mgr, resident, tmp_path):
+    mgr["resident"].evict()
+    mgr.register("other", other := layers(3), residency="device")
+    mgr.budget_bytes = mgr.used_bytes + 2 * MIB
+    with pytest.raises(vm.VRAMOutOfMemoryError):
+        mgr["resident"].load()
+    assert mgr["resident"].device_bytes == 0
+    assert mgr["other"].state == "device"
+    assert other is not None

@@ -17,11 +17,11 @@ import torch
 from place import DEVICE, footprint
 
 import vram_magic as vm
+from vram_magic.decision import Room
 from vram_magic.guard import forwarding, native
 from vram_magic.guard.build import GuardUnavailable
 from vram_magic.policy import Request
 from vram_magic.pressure import Pressure
-from vram_magic.reclaim import Room
 
 MIB = 1 << 20
 

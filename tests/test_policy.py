@@ -21,6 +21,10 @@ def model(name: str, *blocks: int, rank: int = 0, used: int = 0, **more: object)
     return ModelState(name, rank, used, blocks, **more)  # type: ignore[arg-type]
 
 
+def resident(name: str, *demotable: int, **more: object) -> ModelState:
+    return model(name, residency="device", demotable=demotable, **more)
+
+
 def decide(free: int, need: int, *models: ModelState, rank: int | None = None, prefer: str = "") -> Plan:
     return plan(Snapshot(100, free, models), Request(need, rank, tuple(prefer.split())))
 
@@ -83,15 +87,25 @@ def test_a_request_of_no_rank_takes_every_rank_in_pass_1() -> None:
 
 
 def test_resident_models_are_demoted_last_by_rank_then_use() -> None:
-    stays = [model(n, 1, rank=r, used=u, residency="device") for n, r, u in [("x", 1, 0), ("y", 0, 9)]]
+    stays = [resident(n, 1, rank=r, used=u) for n, r, u in [("x", 1, 0), ("y", 0, 9)]]
     decision = decide(0, 3, *stays, model("a", 1, rank=5), rank=0)
     assert moved(decision) == [("a", 1, "pass 2"), ("y", 1, "demotion"), ("x", 1, "demotion")]
 
 
 def test_a_resident_model_stays_when_the_others_suffice() -> None:
-    decision = decide(0, 1, model("x", 9, residency="device"), model("a", 1, rank=5), rank=0)
+    decision = decide(0, 1, resident("x", 9), model("a", 1, rank=5), rank=0)
     assert moved(decision) == [("a", 1, "pass 2")]
     assert decision.spared == (("x", "asks to stay on the device"),)
+
+
+def test_what_was_demoted_once_leaves_like_any_other_and_the_rest_of_it_last() -> None:
+    mixed = ModelState("x", 0, 0, (2,), "device", demotable=(3,))
+    assert moved(decide(0, 2, mixed, model("a", 1, used=1))) == [("x", 2, "pass 1")]
+    assert moved(decide(0, 5, mixed, model("a", 1, used=1))) == [
+        ("x", 2, "pass 1"),
+        ("a", 1, "pass 1"),
+        ("x", 3, "demotion"),
+    ]
 
 
 def test_spared_models_give_neither_blocks_nor_workspace() -> None:

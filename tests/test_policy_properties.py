@@ -7,6 +7,7 @@ decision behind, in some mixture of tiers that no example thought of.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,6 +40,7 @@ MODELS = st.builds(
     last_used=st.integers(0, 4),
     blocks=st.lists(st.integers(0, 9), max_size=5).map(tuple),
     residency=st.sampled_from(["auto", "disk", "host", "device"]),
+    demotable=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     workspace=st.booleans(),
     spared=st.sampled_from(["", "", "", "in use", "pinned"]),
     kept=st.sampled_from(["", "", "edited"]),
@@ -69,16 +71,16 @@ def in_order(snapshot: Snapshot, request: Request) -> Iterator[tuple[str, str, i
         return model.rank, model.last_used, model.name
 
     idle = [model for model in snapshot.models if not model.spared]
-    passing = [model for model in idle if model.residency != "device"]
-    low = [m for m in passing if request.rank is None or m.rank <= request.rank]
+    low = [m for m in idle if request.rank is None or m.rank <= request.rank]
     stages = {
         "pass 1": sorted(low, key=turn),
-        "pass 2": sorted((m for m in passing if m not in low), key=turn),
-        "demotion": sorted((m for m in idle if m.residency == "device"), key=use),
+        "pass 2": sorted((m for m in idle if m not in low), key=turn),
+        "demotion": sorted(idle, key=use),
     }
     for stage, models in stages.items():
         for model in models:
-            yield from ((model.name, stage, size) for size in reversed(model.blocks))
+            sizes = model.demotable if stage == "demotion" else model.blocks
+            yield from ((model.name, stage, size) for size in reversed(sizes))
 
 
 @given(SNAPSHOTS, REQUESTS)
@@ -88,8 +90,8 @@ def test_nothing_is_taken_that_may_not_be_taken(snapshot: Snapshot, request: Req
         model = models[step.model]
         assert not model.spared
         assert model.workspace if step.stage == "workspace" else step.blocks > 0
-        assert (model.residency == "device") is (step.stage == "demotion") or step.stage == "workspace"
-        assert step.bytes == sum(model.blocks[len(model.blocks) - step.blocks :])
+        blocks = model.demotable if step.stage == "demotion" else model.blocks
+        assert step.bytes == sum(blocks[len(blocks) - step.blocks :])
 
 
 @given(SNAPSHOTS, REQUESTS)
@@ -112,7 +114,8 @@ def test_never_more_than_a_block_beyond_the_need(snapshot: Snapshot, request: Re
     moves = [step for step in decision.steps if step.blocks]
     if moves:
         last = next(model for model in snapshot.models if model.name == moves[-1].model)
-        last_block = last.blocks[-moves[-1].blocks]
+        blocks = last.demotable if moves[-1].stage == "demotion" else last.blocks
+        last_block = blocks[-moves[-1].blocks]
         assert decision.freed_bytes - last_block < request.need_bytes - snapshot.free_bytes
 
 
@@ -150,8 +153,10 @@ def test_the_plan_does_not_depend_on_how_models_are_listed(
 @given(SNAPSHOTS, REQUESTS)
 def test_everyone_with_something_left_is_told_why(snapshot: Snapshot, request: Request) -> None:
     decision = plan(snapshot, request)
-    taken = {step.model: step.blocks for step in decision.steps if step.blocks}
-    left = {m.name for m in snapshot.models if m.spared or m.kept or len(m.blocks) > taken.get(m.name, 0)}
+    taken = Counter({m.name: 0 for m in snapshot.models})
+    for step in decision.steps:
+        taken[step.model] += step.blocks
+    left = {m.name for m in snapshot.models if m.spared or m.kept or len(m.blocks + m.demotable) > taken[m.name]}
     told = dict(decision.spared)
     assert all(told.values())
     assert not decision.steps or left <= told.keys()

@@ -200,21 +200,6 @@ def test_extra_state_is_not_touched(mgr):
     assert model.get_extra_state() is WithState.state
 
 
-def test_a_tensor_subclass_stays_and_why_says_so(mgr):
-    class Quantized(nn.Parameter):
-        pass
-
-    model = nn.Linear(64, 64, device=DEVICE)
-    model.packed = Quantized(torch.randn(8, device=DEVICE))
-    model.packed.scale = scale = torch.ones(1, device=DEVICE)
-    handle = mgr.register("model", model)
-    handle.evict()
-    assert handle.device_bytes == 8 * 4
-    assert "packed" in handle.why()
-    assert "Quantized" in handle.why()
-    assert model.packed.scale is scale
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("sparse", torch.eye(4).to_sparse()), ("meta", torch.empty(4, device="meta"))],

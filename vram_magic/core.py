@@ -12,19 +12,21 @@ from dataclasses import dataclass, field
 
 from torch import OutOfMemoryError
 
+from vram_magic.decision import Room
 from vram_magic.devices.base import Device
 from vram_magic.errors import ModelInUseError, VRAMError
 from vram_magic.journal import Journal
 from vram_magic.models.managed import EngineModel, ManagedModel, TorchModel
 from vram_magic.oom import VRAMOutOfMemoryError
 from vram_magic.policy import Request
-from vram_magic.reclaim import Reclaimer, Room
+from vram_magic.reclaim import Reclaimer
 from vram_magic.registry import Registry
 from vram_magic.workers import Workers, settled
 
 __all__ = ["Core"]
 
-_LOAD_ATTEMPTS = 8  # each lets more leave, so a device whose free memory lies scattered ends up with one piece
+_LOAD_ATTEMPTS = 8
+_SEGMENT_BYTES = 20 << 20  # what c10's caching allocators ask the driver for at once
 
 
 @dataclass(eq=False)
@@ -86,8 +88,10 @@ class Core:
             if not missing:
                 return
             self.check_not_captured(model)
-            # The first time the books decide. If the device itself then has no room, in one piece, more has to leave.
-            request = Request(missing, model.rank, asked_by=f"loading {model.name}")
+            # The first time the books decide. If the device itself then has no room, in one piece, more has to leave,
+            # and each time twice as much: free bytes that lie scattered show in no figure.
+            extra = _SEGMENT_BYTES << (attempt - 2) if attempt > 1 else 0
+            request = Request(missing + extra, model.rank, asked_by=f"loading {model.name}")
             room = self.room(request, required=model, flushed=attempt > 0)
             try:
                 assert room.reservation is not None  # noqa: S101  a room without an error has one
@@ -155,6 +159,12 @@ class Core:
         """Brings figures up to date, unless somebody is moving the model or we would wait for ourselves."""
         if not (model.moving or model.forgotten or self.closed or self.workers.is_ours):
             settled(self.workers.decide(self.reclaimer.look, model))
+
+    def promote(self, model: ManagedModel) -> None:
+        """After a new wish for its residency: what had to leave although it asked to stay begins anew."""
+        if isinstance(model, TorchModel) and not (model.forgotten or self.closed):
+            with self.registry.moving(model, "leaving"):
+                settled(self.workers.decide(model.body.promote))
 
     def clear_up(self) -> None:
         """Forgets models whose objects have died."""

@@ -43,6 +43,8 @@ def _marks(model: ManagedModel) -> str:
         marks.append("it is pinned")
     if model.residency == "device":
         marks.append("it asks to stay, and leaves only as the last resort")
+    if model.demoted:
+        marks.append("that resort was needed: what left of it is now like any other model's")
     return "; ".join(marks) + "."
 
 

@@ -85,12 +85,13 @@ class Handle:
 
     @property
     def residency(self) -> str:
-        return self._managed.residency
+        """Where it goes when it must leave; ``"disk"`` too once a model that asked to stay had to leave."""
+        return "disk" if self._managed.demoted and self._managed.residency == "device" else self._managed.residency
 
     @residency.setter
     def residency(self, residency: str) -> None:
-        check_residency(residency)
-        self._managed.residency = residency
+        self._managed.residency = check_residency(residency)
+        self._core.promote(self._managed)
 
     @property
     def state(self) -> str:

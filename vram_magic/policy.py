@@ -15,6 +15,7 @@ Takes no lock. Refuses to know torch, devices, clocks, or how bytes move.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,8 @@ class ModelState:
     rank: int
     last_used: int  # any clock that only grows; smaller is longer ago
     blocks: tuple[int, ...] = ()  # sizes of the blocks that may leave, in module order: the tail leaves first
-    residency: str = "auto"  # "device": `blocks` are those eligible for demotion
+    residency: str = "auto"
+    demotable: tuple[int, ...] = ()  # sizes of the blocks that asked to stay and may be demoted, likewise
     workspace: bool = False  # it has a callable that can give memory back
     spared: str = ""  # why nothing of it may be taken; then `blocks` is ignored
     kept: str = ""  # why further blocks, not in `blocks`, stay
@@ -145,10 +147,9 @@ def _workspace_step(model: ModelState) -> Step:
 def _candidates(idle: Sequence[ModelState], request: Request) -> Iterator[tuple[ModelState, str, str]]:
     """Each model that may be taken, with its stage and reason, in the order of taking."""
     wishes = {name: -place for place, name in enumerate(reversed(request.prefer), 1)}
-    passing = [model for model in idle if model.residency != "device"]
     # `idle` is in order of rank and use, and sorting is stable: only the wishes remain to be sorted in.
     # Pass 2 comes behind pass 1 by itself, since its ranks are the higher ones.
-    for model in sorted(passing, key=lambda model: (model.rank, wishes.get(model.name, 0))):
+    for model in sorted(idle, key=lambda model: (model.rank, wishes.get(model.name, 0))):
         wished = model.name in wishes
         if request.rank is None or model.rank <= request.rank:
             use = "preferred by the request" if wished else "least recently used"
@@ -157,14 +158,13 @@ def _candidates(idle: Sequence[ModelState], request: Request) -> Iterator[tuple[
             wish = ", preferred by the request" if wished else ""
             yield model, "pass 2", f"higher tier, as a last resort{wish}"
     for model in idle:
-        if model.residency == "device":
-            yield model, "demotion", "resident model, its weights are safe in its file"
+        yield model, "demotion", "resident model, its weights are safe in its file"
 
 
 def _moves(candidates: Iterable[tuple[ModelState, str, str]], short: int) -> Iterator[Step]:
     """Takes from each in turn until `short` bytes are found; fewer when there are no more."""
     for model, stage, reason in candidates:
-        blocks, size = _tail(model.blocks, short)
+        blocks, size = _tail(model.demotable if stage == "demotion" else model.blocks, short)
         if size:
             yield Step(model.name, blocks, size, stage, reason)
             short -= size
@@ -183,8 +183,10 @@ def _tail(blocks: tuple[int, ...], short: int) -> tuple[int, int]:
 
 
 def _spared(models: Iterable[ModelState], moves: Iterable[Step], *, satisfied: bool) -> tuple[tuple[str, str], ...]:
-    taken = {step.model: step.blocks for step in moves}
-    reasons = ((model.name, _why_stays(model, taken.get(model.name, 0), satisfied=satisfied)) for model in models)
+    taken: Counter[str] = Counter()
+    for step in moves:
+        taken[step.model] += step.blocks
+    reasons = ((model.name, _why_stays(model, taken[model.name], satisfied=satisfied)) for model in models)
     return tuple((name, why) for name, why in reasons if why)
 
 
@@ -196,7 +198,7 @@ def _why_stays(model: ModelState, taken: int, *, satisfied: bool) -> str:
 
 
 def _why_untaken(model: ModelState, taken: int, *, satisfied: bool) -> str:
-    rest = len(model.blocks) - taken
+    rest = len(model.blocks) + len(model.demotable) - taken
     if rest and not satisfied:
         return "may leave, but all that may leave is not enough"
     if model.residency == "device" and not taken:
@@ -215,7 +217,10 @@ def to_json(obj: DataclassInstance) -> dict[str, Any]:
 
 def snapshot_from_json(data: Mapping[str, Any]) -> Snapshot:
     """The snapshot that `to_json` wrote."""
-    models = (ModelState(**{**model, "blocks": tuple(model["blocks"])}) for model in data["models"])
+    models = (
+        ModelState(**{**model, "blocks": tuple(model["blocks"]), "demotable": tuple(model["demotable"])})
+        for model in data["models"]
+    )
     return Snapshot(**{**data, "models": tuple(models)})
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 
 from vram_magic.core import Core
+from vram_magic.decision import Room
 from vram_magic.guard.native import (
     GRANTED,
     INTERRUPTED,
@@ -22,7 +23,6 @@ from vram_magic.guard.native import (
 )
 from vram_magic.oom import VRAMOutOfMemoryError
 from vram_magic.policy import Request
-from vram_magic.reclaim import Room
 from vram_magic.sizes import format_size
 from vram_magic.workers import Outcome
 

@@ -8,61 +8,22 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from typing import Any
 
+from vram_magic.decision import Decision, Room
 from vram_magic.devices.base import AUTO, Device
-from vram_magic.devices.meter import Reservation
 from vram_magic.journal import Journal, Record, StepTaken
-from vram_magic.models.managed import Candidates, ManagedModel, TorchModel
+from vram_magic.models.managed import Candidates, EngineModel, ManagedModel, TorchModel
 from vram_magic.oom import OTHER_PROCESSES, OTHER_TENSORS, VRAMOutOfMemoryError, refusal
 from vram_magic.policy import ModelState, Plan, Request, Snapshot, Step, plan
 from vram_magic.registry import Registry
 from vram_magic.residency.parts import Key
 from vram_magic.sharing import Owners
 from vram_magic.sizes import format_size
+from vram_magic.workspaces import given_back
 
 __all__ = ["Reclaimer", "Room"]
-
-
-@dataclass(slots=True)
-class Room:
-    """The outcome of a decision: the room, or the error that says why there is none."""
-
-    reservation: Reservation | None = None
-    freed_bytes: int = 0
-    error: BaseException | None = None
-    busy: bool = False
-    """There is none now, but a move in progress may change that."""
-
-    def release(self) -> None:
-        if self.reservation is not None:
-            self.reservation.release()
-
-
-@dataclass(slots=True)
-class _Decision:
-    """What is collected while one request is being met."""
-
-    request: Request
-    required: ManagedModel | None
-    credit_bytes: int
-    verb: str = "needs"
-    had_bytes: int = 0
-    freed_bytes: int = 0
-    left: list[StepTaken] = field(default_factory=list)
-    stuck: dict[str, str] = field(default_factory=dict)
-    snapshot: Snapshot | None = None
-    plan: Plan | None = None
-    first: tuple[Snapshot, Request, Plan] | None = None
-    # By model, what could leave. It refers to weights, so it must not outlive the decision: they would look used.
-    parts: dict[str, Candidates] = field(default_factory=dict)
-    offers_workspaces: bool = False
-    """Whether they were not asked yet."""
-    collected: bool = False
-    wanted_budget_bytes: int | None = None
-    may_rest: bool = False
-    """Whether the asker is in no operation."""
 
 
 class Reclaimer:
@@ -93,7 +54,7 @@ class Reclaimer:
         """
         self.clear_up()
         self._device.refresh(flushed=flushed)
-        decision = _Decision(request, required, credit_bytes, had_bytes=self.available_bytes() + credit_bytes)
+        decision = Decision(request, required, credit_bytes, had_bytes=self.available_bytes() + credit_bytes)
         decision.may_rest = user_code
         if user_code and decision.had_bytes < request.need_bytes <= self._device.meter.limit_bytes:
             self._ask_workspaces(decision)
@@ -109,7 +70,7 @@ class Reclaimer:
         """The plan for a request, moving nothing."""
         self.clear_up()
         self._device.refresh()
-        return self._plan(_Decision(request, None, 0, offers_workspaces=True, may_rest=True))
+        return self._plan(Decision(request, None, 0, offers_workspaces=True, may_rest=True))
 
     def lower_budget(self, budget_bytes: int) -> int:
         """Makes models leave until the new budget holds, and sets it; returns the bytes freed.
@@ -120,7 +81,7 @@ class Reclaimer:
         meter = self._device.meter
         asked_by = f"a budget of {format_size(budget_bytes)}"
         request = Request(max(meter.committed_bytes - budget_bytes, 0) + self.available_bytes(), asked_by=asked_by)
-        decision = _Decision(request, None, 0, verb="is too low by", had_bytes=self.available_bytes())
+        decision = Decision(request, None, 0, verb="is too low by", had_bytes=self.available_bytes())
         decision.may_rest = True
         if not self._fits(decision):
             self._ask_workspaces(decision)
@@ -139,7 +100,7 @@ class Reclaimer:
             self._record(decision, "the budget was lowered")
         return decision.freed_bytes
 
-    def _leave_until_it_holds(self, decision: _Decision, budget_bytes: int) -> None:
+    def _leave_until_it_holds(self, decision: Decision, budget_bytes: int) -> None:
         if not self._plan(decision).satisfied:
             raise self._refusal(decision)
         self._device.set_budget(budget_bytes)  # first, so that nobody takes the room that is being made
@@ -151,14 +112,15 @@ class Reclaimer:
 
     def evict(self, model: ManagedModel, asked_by: str) -> int:
         """Moves out what can leave of a model that the caller has marked; returns the bytes."""
-        decision = _Decision(Request(0, asked_by=asked_by), None, 0, had_bytes=self.available_bytes())
+        decision = Decision(Request(0, asked_by=asked_by), None, 0, had_bytes=self.available_bytes())
         decision.may_rest = True
         with self._registry.lock:
             others = [other for other in self._registry.models.values() if other is not model]
-        found = Owners(others, self._spared).allowed(model, model.candidates(may_rest=decision.may_rest), asked=True)
-        freed, stayed = self._timed(
-            decision, model, found.parts, Step(model.name, len(found.parts), 0, "asked", asked_by)
-        )
+        # Whatever it asked for: nothing is demoted by its user's own wish.
+        found = model.candidates(may_rest=decision.may_rest, asked=True)
+        found = Owners(others, self._spared).allowed(model, found, asked=True)
+        parts = [part for part, _ in found.parts]
+        freed, stayed = self._timed(decision, model, parts, Step(model.name, len(parts), 0, "asked", asked_by))
         if found.kept and isinstance(model, TorchModel):
             model.body.staying = model.body.staying or found.kept
         if freed:
@@ -189,7 +151,7 @@ class Reclaimer:
 
     # --------------------------------------------------------------------------------------------- one request
 
-    def _meet(self, decision: _Decision) -> Room:
+    def _meet(self, decision: Decision) -> Room:
         need = max(decision.request.need_bytes - decision.credit_bytes, 0)
         while True:
             if (reservation := self._device.meter.reserve(need)) is not None:
@@ -205,7 +167,7 @@ class Reclaimer:
                     self._record(decision, "not enough, even with everything that may leave")
                 return Room(None, decision.freed_bytes, error, busy)
 
-    def _may_collect(self, decision: _Decision) -> bool:
+    def _may_collect(self, decision: Decision) -> bool:
         """Before giving up, once: a failed call's tensors may hang in cycles. It costs: only if they may be enough."""
         missing = decision.plan.missing_bytes if decision.plan else 0
         if decision.collected or not decision.may_rest or self.holders().get(OTHER_TENSORS, 0) < missing:
@@ -214,7 +176,7 @@ class Reclaimer:
         gc.collect()
         return True
 
-    def _one_round(self, decision: _Decision) -> bool:
+    def _one_round(self, decision: Decision) -> bool:
         """Plans and moves once; False when no plan satisfies the request."""
         chosen = self._plan(decision)
         if not chosen.satisfied:
@@ -232,22 +194,32 @@ class Reclaimer:
                 self._registry.done_moving(model, changed=model.name in gave)
         return True
 
-    def _fits(self, decision: _Decision) -> bool:
+    def _fits(self, decision: Decision) -> bool:
         return self.available_bytes() + decision.credit_bytes >= decision.request.need_bytes
 
-    def _take(self, decision: _Decision, model: ManagedModel, step: Step) -> int:
-        parts = decision.parts[model.name].parts[-step.blocks :]
-        residency = model.residency
+    def _take(self, decision: Decision, model: ManagedModel, step: Step) -> int:
+        found = decision.parts[model.name]
+        parts = [part for part, _ in (found.demotable if step.stage == "demotion" else found.parts)[-step.blocks :]]
         if step.stage == "demotion":
-            model.residency = "disk"
-        freed, stayed = self._timed(decision, model, parts, step)
-        if step.stage == "demotion" and not freed:
-            model.residency = residency
+            freed, stayed = self._demote(decision, model, parts, step)
+        else:
+            freed, stayed = self._timed(decision, model, parts, step)
         if freed < step.bytes:
             decision.stuck[model.name] = stayed or "it gave less than it held"
+            if isinstance(model, TorchModel):
+                decision.stuck_keys |= {span.key for block in parts for span in block.spans if span.owned}
         return freed
 
-    def _timed(self, decision: _Decision, model: ManagedModel, parts: list[object], step: Step) -> tuple[int, str]:
+    def _demote(self, decision: Decision, model: ManagedModel, parts: list[Any], step: Step) -> tuple[int, str]:
+        """The flag first, then the move; what has not left gets its old residency back."""
+        assert isinstance(model, TorchModel)  # noqa: S101  nothing of an engine can be proven
+        model.body.demote(parts)
+        try:
+            return self._timed(decision, model, parts, step)
+        finally:
+            model.body.promote(parts)
+
+    def _timed(self, decision: Decision, model: ManagedModel, parts: list[Any], step: Step) -> tuple[int, str]:
         meter, start = self._device.meter, time.perf_counter()
         before, keys = meter.live_bytes, model.body.keys if isinstance(model, TorchModel) else set()
         freed, stayed = model.evict(parts, only_proven=step.stage == "demotion", may_rest=decision.may_rest)
@@ -281,7 +253,7 @@ class Reclaimer:
 
     # --------------------------------------------------------------------------------------------- planning
 
-    def _plan(self, decision: _Decision) -> Plan:
+    def _plan(self, decision: Decision) -> Plan:
         """The plan for what is there now; resident models are proven clean only when nothing else suffices."""
         chosen = self._plan_once(decision, proven=False)
         with self._registry.lock:
@@ -293,7 +265,7 @@ class Reclaimer:
         decision.first = decision.first or (decision.snapshot, decision.request, chosen)
         return chosen
 
-    def _plan_once(self, decision: _Decision, *, proven: bool) -> Plan:
+    def _plan_once(self, decision: Decision, *, proven: bool) -> Plan:
         with self._registry.lock:
             models = sorted(self._registry.models.values(), key=lambda model: model.name)
         found = {model: self._candidates(model, decision, proven=proven) for model in models}
@@ -305,22 +277,25 @@ class Reclaimer:
         decision.snapshot = Snapshot(self._device.meter.limit_bytes, free, states)
         return plan(decision.snapshot, decision.request)
 
-    def _candidates(self, model: ManagedModel, decision: _Decision, *, proven: bool) -> Candidates:
-        if self._spared(model, decision.required) or (model.residency == "device" and not proven):
-            return Candidates([], ())
-        return model.candidates(proven=model.residency == "device", may_rest=decision.may_rest)
+    def _candidates(self, model: ManagedModel, decision: Decision, *, proven: bool) -> Candidates:
+        if self._spared(model, decision.required):
+            return Candidates()
+        if isinstance(model, EngineModel) and model.name in decision.stuck:
+            return Candidates(kept=decision.stuck[model.name])
+        found = model.candidates(proven=proven, may_rest=decision.may_rest)
+        return found.without(decision.stuck_keys, decision.stuck.get(model.name, ""))
 
-    def _state(self, model: ManagedModel, decision: _Decision) -> ModelState:
+    def _state(self, model: ManagedModel, decision: Decision) -> ModelState:
         found = decision.parts[model.name]
-        stuck = decision.stuck.get(model.name, "")
         return ModelState(
             name=model.name,
             rank=model.rank,
             last_used=model.last_used,
-            blocks=found.sizes,
+            blocks=tuple(size for _, size in found.parts),
+            demotable=tuple(size for _, size in found.demotable),
             residency=model.residency,
             workspace=decision.offers_workspaces and model.workspace is not None,
-            spared=self._spared(model, decision.required) or stuck,
+            spared=self._spared(model, decision.required),
             kept=found.kept,
         )
 
@@ -340,25 +315,19 @@ class Reclaimer:
             return "a graph is being captured"
         return "in transit" if model.moving else ""
 
-    def _moves_elsewhere(self, decision: _Decision) -> bool:
+    def _moves_elsewhere(self, decision: Decision) -> bool:
         with self._registry.lock:
             return any(m.moving and m is not decision.required for m in self._registry.models.values())
 
     # --------------------------------------------------------------------------------------------- the rest
 
-    def _ask_workspaces(self, decision: _Decision) -> None:
+    def _ask_workspaces(self, decision: Decision) -> None:
         """Idle models give back caches, lowest rank first, until it fits."""
         with self._registry.lock:
             idle = [m for m in self._registry.models.values() if m.workspace and not self._spared(m, decision.required)]
-        for model in sorted(idle, key=lambda m: (m.rank, m.last_used, m.name)):
-            before, start = self._device.meter.live_bytes, time.perf_counter()
-            problem = _quietly(model.workspace)
-            freed = before - self._device.meter.live_bytes
-            ms = (time.perf_counter() - start) * 1e3
-            if freed > 0 or problem:
-                reason = problem or "memory that an idle model can give back"
-                decision.left.append(StepTaken(model.name, 0, max(freed, 0), "workspace", reason, ms))
-                decision.freed_bytes += max(freed, 0)
+        for step in given_back(idle, self._device.meter):
+            decision.left.append(step)
+            decision.freed_bytes += step.bytes
             if self._fits(decision):
                 return
 
@@ -377,7 +346,7 @@ class Reclaimer:
             return self.holders(), ()
         return self.holders() | {OTHER_PROCESSES: outside.foreign_bytes}, outside.processes
 
-    def _refusal(self, decision: _Decision) -> VRAMOutOfMemoryError:
+    def _refusal(self, decision: Decision) -> VRAMOutOfMemoryError:
         with self._registry.lock:
             spared = {
                 name: self._spared(model, decision.required) or decision.stuck.get(name) or _kept(decision, name)
@@ -403,7 +372,7 @@ class Reclaimer:
             left=", ".join(f"{step.model} {format_size(step.bytes)}" for step in decision.left),
         )
 
-    def _record(self, decision: _Decision, reason: str) -> None:
+    def _record(self, decision: Decision, reason: str) -> None:
         snapshot, request, chosen = decision.first or (None, decision.request, None)
         self._journal.append(
             Record(
@@ -421,15 +390,5 @@ class Reclaimer:
         )
 
 
-def _kept(decision: _Decision, name: str) -> str:
+def _kept(decision: Decision, name: str) -> str:
     return decision.parts[name].kept if name in decision.parts else ""
-
-
-def _quietly(workspace: Callable[[], object] | None) -> str:
-    """Runs a user's callable; its trouble is noted, not passed on."""
-    try:
-        if workspace is not None:
-            workspace()
-    except Exception as error:  # noqa: BLE001
-        return f"its workspace raised {type(error).__name__}: {error}"
-    return ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 
 from vram_magic.core import Core
+from vram_magic.decision import Room
 from vram_magic.policy import Request
-from vram_magic.reclaim import Room
 
 __all__ = ["Reserve"]
 

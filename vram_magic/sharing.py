@@ -33,13 +33,14 @@ class Owners:
                 against |= dict.fromkeys(model.body.keys & other.body.keys if reason else (), reason)
         if not against:
             return found
-        reasons = [next((against[s.key] for s in block.spans if s.key in against), "") for block in found.parts]
-        kept = [index for index, reason in enumerate(reasons) if reason]
-        free = [index for index, reason in enumerate(reasons) if not reason]
+        reasons = {
+            id(block): next((against[span.key] for span in block.spans if span.key in against), "")
+            for block, _ in found.parts + found.demotable
+        }
         return Candidates(
-            [found.parts[index] for index in free],
-            tuple(found.sizes[index] for index in free),
-            found.kept or (reasons[kept[0]] if kept else ""),
+            [part for part in found.parts if not reasons[id(part[0])]],
+            [part for part in found.demotable if not reasons[id(part[0])]],
+            found.kept or next(filter(None, reasons.values()), ""),
         )
 
     def _objection(self, model: ManagedModel, other: ManagedModel, *, asked: bool) -> str:

@@ -7,7 +7,11 @@ to get and bad for everybody else in quantity. Sizes are bytes. Takes no lock. R
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -34,7 +38,10 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._local = threading.local()
+        # Not a `threading.local`: a forked child drops those of threads that it has not, and freeing pinned memory
+        # there ends it.
+        self._of_thread: dict[int, tuple[_Buffer, _Buffer]] = {}
+        os.register_at_fork(after_in_child=functools.partial(_keep_for_ever, weakref.ref(self)))
 
     def read(self, memory: torch.Tensor) -> Iterator[memoryview]:
         """The bytes of device memory in pieces; each is valid until the next is asked for."""
@@ -67,10 +74,16 @@ class Staging:
             buffer.event.synchronize()
 
     def _buffers(self) -> tuple[_Buffer, _Buffer]:
-        buffers: tuple[_Buffer, _Buffer] | None = getattr(self._local, "buffers", None)
-        if buffers is None:
-            buffers = self._local.buffers = (_Buffer(self._device), _Buffer(self._device))
-        return buffers
+        thread = threading.get_ident()
+        if thread not in self._of_thread:
+            self._of_thread[thread] = (_Buffer(self._device), _Buffer(self._device))
+        return self._of_thread[thread]
+
+
+def _keep_for_ever(staging: weakref.ref[Staging]) -> None:
+    """In a forked child: even its end must not free what only the parent's driver can."""
+    if (kept := staging()) is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def _pinned(size_bytes: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vram_magic.devices.meter import Reservation
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vram_magic.models.entry import EntryPoints
     from vram_magic.registry import Lease
     from vram_magic.residency.body import Body
-    from vram_magic.residency.parts import Block
+    from vram_magic.residency.parts import Block, Key
 
 __all__ = ["Backend", "Candidates", "EngineModel", "ManagedModel", "TorchModel"]
 
@@ -36,11 +36,22 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class Candidates:
-    """What of a model could leave now: parts in module order, their sizes, and why others stay."""
+    """What of a model could leave now: parts in module order with their sizes, and why others stay."""
 
-    parts: list[Any]
-    sizes: tuple[int, ...]
+    parts: list[tuple[Any, int]] = field(default_factory=list)
+    demotable: list[tuple[Any, int]] = field(default_factory=list)
+    """Parts that asked to stay, and whose weights are safe in their file."""
     kept: str = ""
+
+    def without(self, keys: set[Key], reason: str) -> Candidates:
+        """The same, less the blocks in which one of the spans lies."""
+        if not keys:
+            return self
+
+        def free(parts: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
+            return [(block, size) for block, size in parts if not any(span.key in keys for span in block.spans)]
+
+        return Candidates(free(self.parts), free(self.demotable), self.kept or reason)
 
 
 class ManagedModel(ABC):
@@ -89,11 +100,17 @@ class ManagedModel(ABC):
     def blocks(self) -> tuple[int, int]:
         """(blocks whole on the device, blocks in all), as of the last look."""
 
-    @abstractmethod
-    def candidates(self, *, proven: bool = False, may_rest: bool = False) -> Candidates:
-        """What could leave; with ``proven`` only what is unmodified and safe in its own file.
+    @property
+    def demoted(self) -> bool:
+        """Whether a part that asked to stay had to leave, as of the last look."""
+        return False
 
-        ``may_rest``: the asker is in no operation, so its frames that refer to a weight do not use it.
+    @abstractmethod
+    def candidates(self, *, proven: bool = False, may_rest: bool = False, asked: bool = False) -> Candidates:
+        """What could leave. ``proven``: of a model that asks to stay, also find out what is safe in its file.
+
+        ``asked``: by its user, so that it does not matter whether it asks to stay. ``may_rest``: the asker is in no
+        operation, so its frames that refer to a weight do not use it.
         """
 
     @abstractmethod
@@ -173,14 +190,26 @@ class TorchModel(ManagedModel):
         sizes = self.body.figures.blocks
         return sum(resident == total for total, resident in sizes), len(sizes)
 
-    def candidates(self, *, proven: bool = False, may_rest: bool = False) -> Candidates:
-        blocks = self.body.look_for_idle(may_rest=may_rest)
-        present = [block for block in blocks if block.resident_bytes]
-        free = [block for block in present if not block.kept and (not proven or self.body.proven(block))]
-        kept = next((block.kept for block in present if block.kept), "")
-        if proven and not kept and len(free) < len(present):
-            kept = "it was edited, or its file does not hold it"
-        return Candidates(free, tuple(block.resident_bytes for block in free), kept)
+    def candidates(self, *, proven: bool = False, may_rest: bool = False, asked: bool = False) -> Candidates:
+        found = Candidates()
+        for block in self.body.look_for_idle(may_rest=may_rest):
+            if not block.resident_bytes:
+                continue
+            asks_to_stay = self.residency == "device" and not asked and not self.body.demoted(block)
+            reason = block.kept
+            if asks_to_stay and not reason:
+                reason = self.body.doubtful(block) if proven else ""
+            if reason:
+                found.kept = found.kept or reason
+            elif not asks_to_stay:
+                found.parts.append((block, block.resident_bytes))
+            elif proven:
+                found.demotable.append((block, block.resident_bytes))
+        return found
+
+    @property
+    def demoted(self) -> bool:
+        return self.body.figures.demoted_bytes > 0
 
     def evict(self, parts: list[Block], *, only_proven: bool = False, may_rest: bool = False) -> tuple[int, str]:
         # Children are watched before the first weight leaves: a call that comes in between must wait for us.
@@ -244,10 +273,16 @@ class EngineModel(ManagedModel):
     def blocks(self) -> tuple[int, int]:
         return int(self._loaded), 1
 
-    def candidates(self, *, proven: bool = False, may_rest: bool = False) -> Candidates:  # noqa: ARG002  no frames
-        if not self._loaded or proven:  # nothing of an engine can be proven
-            return Candidates([], ())
-        return Candidates([self], (self._declared_bytes,))
+    def candidates(  # an engine has no frames
+        self,
+        *,
+        proven: bool = False,  # noqa: ARG002
+        may_rest: bool = False,  # noqa: ARG002
+        asked: bool = False,
+    ) -> Candidates:
+        if not self._loaded or (self.residency == "device" and not asked):  # nothing of an engine can be proven
+            return Candidates()
+        return Candidates([(self, self._declared_bytes)])
 
     def evict(self, parts: list[Any], *, only_proven: bool = False, may_rest: bool = False) -> tuple[int, str]:  # noqa: ARG002
         if not parts or not self._loaded or only_proven:

@@ -138,6 +138,8 @@ def _marks(model: ManagedModel) -> Iterator[str]:
         yield model.moving
     if model.residency != "auto":
         yield f"residency {model.residency}"
+    if model.demoted:
+        yield "demoted"
     body = getattr(model, "body", None)  # an outside engine has none
     if body is not None and body.figures.spilled_bytes:
         yield f"{format_size(body.figures.spilled_bytes)} spilled"

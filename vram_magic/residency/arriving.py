@@ -14,21 +14,23 @@ from typing import TYPE_CHECKING
 
 from vram_magic.devices.base import Device
 from vram_magic.devices.meter import Reservation
-from vram_magic.errors import BackingLostError
+from vram_magic.errors import BackingLostError, ModelInUseError
 from vram_magic.residency.checkpoint import WeightFile
 from vram_magic.residency.digest import Digesting, digest, digest_file
 from vram_magic.residency.mapping import was_written
 from vram_magic.residency.parts import Record
 from vram_magic.residency.records import Records
 from vram_magic.residency.spans import Span
-from vram_magic.residency.swap import SHARED, busy, harmless, replace
+from vram_magic.residency.swap import SHARED, busy, harmless, replace, versions
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Arriving"]
 
-_PATIENCE_S = 0.25  # how long a load waits, in all, for operations that read evicted weights directly
+# How long a load waits, in all, for operations that read evicted weights directly. On the host they compute with them
+# where they are, and so does the model, at no harm; elsewhere the model cannot.
+_PATIENCE_S, _PATIENCE_ELSEWHERE_S = 0.25, 10.0
 
 
 class _Fetched:
@@ -37,6 +39,7 @@ class _Fetched:
     def __init__(self, span: Span, memory: torch.Tensor) -> None:
         self.span = span
         self.memory = memory
+        self.versions: list[int] = []
         self.digest: int | None = None
         self.from_backing = False
 
@@ -59,7 +62,7 @@ class Arriving:
             for span in spans:
                 fetched.append(_Fetched(span, self._device.allocate(span.nbytes, reservation)))
                 self._fetch(fetched[-1])
-            deadline = time.monotonic() + _PATIENCE_S
+            deadline = time.monotonic() + (_PATIENCE_S if self._device.is_host else _PATIENCE_ELSEWHERE_S)
             while fetched:
                 arrived += self._arrive(fetched.pop(), deadline)
         finally:
@@ -89,11 +92,12 @@ class Arriving:
     def _fetch(self, item: _Fetched) -> None:
         """Fills device memory with the span's true bytes."""
         span, record, seen = item.span, self._records[item.span], Digesting()
+        item.versions, item.from_backing = versions(span), False
         self._adopt_mapped_file(span, record)
         self._check_file(span, record)
         # A record may be of memory that was here before and is gone. What is mapped here is certain: only if it is the
         # very place that the record names is the file read instead of it.
-        here = record.file is not None and span.file_place == record.place
+        here = record.file is not None and self._records.place_of(span) == record.place
         if record.file is None or not here or not self._untouched(span, record):
             record.file, record.edited = None, record.edited or (here and record.origin is not None)
             self._device.write(item.memory, seen.from_ram(span.bytes))
@@ -110,11 +114,12 @@ class Arriving:
         Where the hash is known it decides; a weight that a loader mapped has none yet, so any change is a loss.
         """
         origin = record.origin
-        mapped = span.file_place is not None and origin is not None
+        place = self._records.place_of(span)
+        mapped = place is not None and origin is not None
         file = record.file or (origin.file if mapped and origin is not None else None)
-        if file is None or span.file_place is None:
+        if file is None or place is None:
             return
-        if span.file_place[:2] != (file.identity.device, file.identity.inode) or file.unchanged():
+        if place[:2] != (file.identity.device, file.identity.inode) or file.unchanged():
             return
         if record.digest is None or os.fstat(file.fd).st_size < file.identity.size:
             raise _lost(span, file)
@@ -124,7 +129,7 @@ class Arriving:
         origin = record.origin
         if record.file is None and origin is not None and origin.file.unchanged():
             identity = origin.file.identity
-            if span.file_place == (identity.device, identity.inode, origin.offset):
+            if self._records.place_of(span) == (identity.device, identity.inode, origin.offset):
                 record.file, record.offset = origin.file, origin.offset
 
     def _untouched(self, span: Span, record: Record) -> bool:
@@ -143,9 +148,11 @@ class Arriving:
 
     def _arrive(self, item: _Fetched, deadline: float) -> int:
         span, record = item.span, self._records[item.span]
-        if not self._replaced(span, span.retarget(item.memory), deadline):
+        if not self._replaced(item, deadline):
             self._device.freed(span.nbytes)
-            return 0
+            if self._device.is_host:
+                return 0  # someone computes with the mapping; it gives the right values where it is
+            raise _in_use(span)
         self._take_late_edits(item)
         if not item.from_backing:
             changed = record.digest is not None and record.digest != item.digest
@@ -156,23 +163,40 @@ class Arriving:
         self._records.moved(span, item.memory, owned=True)
         return span.nbytes
 
-    def _replaced(self, span: Span, fresh: list[torch.Tensor], deadline: float) -> bool:
+    def _replaced(self, item: _Fetched, deadline: float) -> bool:
+        span, fresh = item.span, item.span.retarget(item.memory)
         # On an accelerator somebody may keep the old memory, and lose nothing by it (`absent`).
         holders = self._holders(span) if self._device.is_host else None
-        while not replace(span, fresh, *harmless([span], may_rest=True), holders=holders):
+        while not replace(span, fresh, harmless([span], may_rest=True)[0], item.versions, holders=holders):
             if time.monotonic() > deadline:
-                return False  # someone computes with the mapping; it gives the right values where it is
-            time.sleep(0.001)
+                return False
+            if versions(span) == item.versions:
+                time.sleep(0.001)
+            else:
+                self._fetch(item)  # it was written to since
         return True
 
     def _take_late_edits(self, item: _Fetched) -> None:
-        """What was written after it was read comes along: nobody reaches the old memory now, it is the last word."""
+        """What was written through ``.data`` after it was read comes along, unless more was written to the new memory.
+
+        Nobody reaches the old memory any more, so what it holds is the last word of it.
+        """
         span = item.span
         if item.from_backing and was_written(span.address, span.nbytes) is False:
             return
-        if digest([span.bytes]) != item.digest:
+        if digest([span.bytes]) == item.digest:
+            return
+        if digest(self._device.read(item.memory)) == item.digest:
             self._device.write(item.memory, Digesting().from_ram(span.bytes))
-            item.digest, item.from_backing = None, False
+        item.digest, item.from_backing = None, False
+
+
+def _in_use(span: Span) -> ModelInUseError:
+    return ModelInUseError(
+        f"The weights of {span.names[0]!r} cannot be brought to the device.\nTheir {span.nbytes} bytes are in use.\n"
+        "Another thread has been computing with the evicted weights directly, outside any call of the model.\n"
+        "Wait for it, or let it use: with mgr[NAME].lease() as model:"
+    )
 
 
 def _lost(span: Span, file: WeightFile) -> BackingLostError:

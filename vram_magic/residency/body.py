@@ -93,9 +93,28 @@ class Body:
             return ""
         return "it has a gradient; free it with optimizer.zero_grad()"
 
-    def proven(self, block: Block) -> bool:
-        """Whether every resident weight of the block is unmodified and safe in its own readable, unchanged file."""
-        return all(self._leaving.backed(span) and not self._records[span].spilled for span in block.spans if span.owned)
+    def doubtful(self, block: Block) -> str:
+        """Why not every resident weight of the block is unmodified and safe in its own readable, unchanged file."""
+        return self._leaving.doubtful([span for span in block.spans if span.owned])
+
+    def demoted(self, block: Block) -> bool:
+        """Whether all that is resident of the block has left before although it asked to stay."""
+        return all(self._records[span].demoted for span in block.spans if span.owned)
+
+    def demote(self, blocks: list[Block]) -> None:
+        """Flags the blocks, so that they may leave."""
+        for span in (span for block in blocks for span in block.spans):
+            self._records[span].demoted = True
+
+    def promote(self, blocks: list[Block] | None = None) -> None:
+        """Takes the flag back: of what has not left of the blocks after all, or of everything."""
+        if blocks is None:
+            spans = [span for block in self.look() for span in block.spans]
+        else:
+            spans = [span for block in blocks for span in block.spans if span.owned]
+        for span in spans:
+            self._records[span].demoted = False
+        self.look()
 
     @property
     def keys(self) -> set[Key]:
@@ -125,6 +144,7 @@ class Body:
             host_bytes=sums["host"],
             spilled_bytes=sum(span.nbytes for span in spans if not span.owned and self._records[span].spilled),
             disk_bytes=sums["disk"],
+            demoted_bytes=sum(span.nbytes for span in spans if self._records[span].demoted),
             blocks=tuple((block.total_bytes, block.resident_bytes) for block in blocks),
             kept=tuple(Kept(span.names[0], span.nbytes, span.fixed) for span in spans if span.fixed),
             copied=tuple(span.names[0] for span in spans if self._records[span].edited and span.names),
@@ -136,7 +156,7 @@ class Body:
             return "device"
         if self._records[span].spilled:
             return "host"
-        if span.pages:
+        if self._records.place_of(span):
             return "disk"
         return "device" if self._device.is_host else "host"
 

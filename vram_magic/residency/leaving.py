@@ -15,19 +15,18 @@ from collections.abc import Iterable
 import torch
 
 from vram_magic.devices.base import Device
-from vram_magic.devices.host import HostMemory, read_ram
+from vram_magic.devices.host import HostMemory, memory_at, read_ram
 from vram_magic.residency.digest import Digesting, digest, digest_file
 from vram_magic.residency.mapping import bury, map_range
 from vram_magic.residency.parts import Record
 from vram_magic.residency.records import Records
 from vram_magic.residency.spans import Span
 from vram_magic.residency.spill import SpillStore
-from vram_magic.residency.swap import busy, harmless, replace
+from vram_magic.residency.swap import busy, harmless, put_back, replace, versions
 
 __all__ = ["Leaving"]
 
 _EDITED = "it was edited while it was leaving"
-NOT_IN_FILE = "it was edited, or its file does not hold it"
 
 
 class Leaving:
@@ -44,19 +43,32 @@ class Leaving:
     def leave(self, spans: list[Span], *, only_proven: bool, may_rest: bool) -> tuple[int, str]:
         """All spans leave, or none; returns the bytes that left and why they stayed. Raises OSError (a full disk).
 
-        ``only_proven``: leave only what is safe in its own file, and copy nothing.
+        ``only_proven``: leave only what is safe in its own file; nothing is copied but buffers that are never saved.
         """
         self._device.settle()  # what other streams still compute with the weights must end before their memory goes
+        seen = [versions(span) for span in spans]
         unsafe = [span for span in spans if not self._safe(span, only_proven=only_proven)]
-        if unsafe and only_proven:
-            return 0, NOT_IN_FILE
+        if only_proven and (doubtful := self.doubtful(unsafe)):
+            return 0, doubtful
         copies = self._copied(unsafe)
         moved: list[tuple[Span, Record, torch.Tensor]] = []
-        reason = self._swap(spans, copies, moved, may_rest=may_rest)
+        reason = self._swap(spans, seen, copies, moved, may_rest=may_rest)
         if reason:
-            _undo(moved)
+            self._undo(moved)
             return 0, reason
         return sum(self._let_go(*entry) for entry in moved), ""
+
+    def doubtful(self, spans: list[Span]) -> str:
+        """Why not all of the spans are safe in their own file, naming the first; empty when they are.
+
+        Buffers that are never saved (rotary frequencies, position ids) are in no file, and no reason.
+        """
+        doubts = (span for span in spans if not span.transient and not (self.backed(span) and self._in_its_file(span)))
+        first = next(doubts, None)
+        return "" if first is None else f"{first.names[0]} was edited, or its file does not hold it"
+
+    def _in_its_file(self, span: Span) -> bool:
+        return not self._records[span].spilled
 
     def backed(self, span: Span) -> bool:
         """Whether the record's backing holds (or is about to be proven to hold) the span's bytes."""
@@ -137,20 +149,21 @@ class Leaving:
     def _swap(
         self,
         spans: list[Span],
+        seen: list[list[int]],
         copies: dict[int, torch.Tensor],
         moved: list[tuple[Span, Record, torch.Tensor]],
         *,
         may_rest: bool,
     ) -> str:
         """Replaces all spans' memory, noting each in ``moved``; returns why that is to be undone."""
-        for span, references in zip(spans, harmless(spans, may_rest=may_rest), strict=True):
+        for span, before, references in zip(spans, seen, harmless(spans, may_rest=may_rest), strict=True):
             record = self._records[span]
             stand_in = copies.get(id(record))
             if stand_in is None:
                 assert record.file is not None  # noqa: S101  `backed` or `_spill` has seen to it
                 stand_in = map_range(record.file.fd, record.offset, record.nbytes)
-            if not replace(span, span.retarget(stand_in), references):
-                return busy(span, references) or "it was in use at that moment"
+            if not replace(span, span.retarget(stand_in), references, before):
+                return busy(span, references) or _EDITED
             moved.append((span, record, stand_in))
         self._device.settle()
         # Nobody but us can reach the old memory any more, so what it holds is the last word.
@@ -161,10 +174,16 @@ class Leaving:
         self._records.moved(span, stand_in, owned=False)
         return record.nbytes
 
-
-def _undo(moved: Iterable[tuple[Span, Record, torch.Tensor]]) -> None:
-    for span, record, stand_in in moved:
-        for tensor, before in zip(span.tensors, span.original(), strict=True):
-            tensor.data = before
-        bury(stand_in.untyped_storage())  # an operation may have begun to read it
-        record.share = None
+    def _undo(self, moved: Iterable[tuple[Span, Record, torch.Tensor]]) -> None:
+        """All is put back; what was written to a stand-in meanwhile comes along."""
+        for span, record, stand_in in moved:
+            before = versions(span)
+            while True:
+                written = memory_at(stand_in.data_ptr(), span.nbytes)
+                if digest([written]) != record.digest:
+                    self._device.write(span.raw(), Digesting().from_ram(written))
+                if put_back(span, before):
+                    break
+                before = versions(span)
+            bury(stand_in.untyped_storage())  # an operation may have begun to read it
+            record.share = None

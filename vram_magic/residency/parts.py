@@ -33,6 +33,8 @@ class Record:
     """The RAM that the copy takes; with it ``stand_in`` is a copy, and is itself the true bytes."""
     edited: bool = False
     counted: bool = False
+    demoted: bool = False
+    """A weight that asked to stay and had to leave all the same: from then on it is like any other."""
 
     @property
     def place(self) -> tuple[int, int, int] | None:
@@ -76,6 +78,7 @@ class Figures:
     spilled_bytes: int = 0
     """What of them is in spill files."""
     disk_bytes: int = 0
+    demoted_bytes: int = 0
     blocks: tuple[tuple[int, int], ...] = ()
     kept: tuple[Kept, ...] = ()
     copied: tuple[str, ...] = ()

@@ -42,7 +42,16 @@ class Records:
     def stands_in(self, storage: torch.UntypedStorage) -> bool:
         """Whether the storage is what weights that are out lie over."""
         record = self._shared.get((storage._cdata, 0))
-        return record is not None and record.stand_in is not None
+        if record is None or record.stand_in is None:
+            return False
+        return bool(record.stand_in.untyped_storage()._cdata == storage._cdata)
+
+    def place_of(self, span: Span) -> tuple[int, int, int] | None:
+        """(device, inode, offset) of the file that the span's memory maps; None where it maps none."""
+        if not span.stands_in:
+            return span.file_place
+        record = self[span]
+        return None if record.share is not None else record.place
 
     def match(self, spans: list[Span]) -> None:
         """Keeps the records of spans that are still there, starts new ones, lets go of the rest."""

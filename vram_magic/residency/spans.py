@@ -4,7 +4,8 @@ A *span* is one storage with all the model's tensors over it, so ties and views 
 a file is mapped as one big storage for many tensors (as some loaders do), a span is one range of it.
 
 Nothing is remembered here: a parameter that was replaced, an adapter that was added, are simply found. The walk reads
-``__dict__`` directly and runs no code of the user's. It takes no lock; sizes are bytes.
+``__dict__`` directly and runs no code of the user's; what a quantized tensor consists of is asked of its class
+(`leaves`). It takes no lock; sizes are bytes.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 
 from vram_magic.devices.base import Device
 from vram_magic.devices.host import memory_at
+from vram_magic.residency.leaves import PLAIN_TYPES, has_own_memory, leaves_of
 from vram_magic.residency.mapping import FilePages, file_pages
 
 __all__ = ["Span", "survey"]
 
 _OWN = {"_parameters", "_buffers", "_modules"}
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _NO_MEMORY = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
 
 
@@ -35,6 +37,8 @@ class Span:
     ``tensors[i]``, ``uses[i]`` is its use count while idle; ``names`` are those of parameters and buffers, as in
     ``state_dict()``. ``fixed`` says why the memory can never be moved, and is empty when it can. ``alone``: no other
     span lies over the same storage. ``owned``: the device's allocator owns the memory, so freeing it gives room.
+    ``transient``: only buffers that are not saved lie there, so no file can hold them. ``stands_in``: the memory is
+    what we have put in place of the device's.
     """
 
     memory: torch.UntypedStorage
@@ -47,6 +51,8 @@ class Span:
     fixed: str = ""
     alone: bool = True
     owned: bool = True
+    transient: bool = True
+    stands_in: bool = False
     pages: FilePages | None = None
 
     @property
@@ -74,7 +80,7 @@ class Span:
 
     @property
     def file_place(self) -> tuple[int, int, int] | None:
-        """(device, inode, offset) when the memory is a private mapping of a file."""
+        """(device, inode, offset) when the memory is a private mapping of a file, of a loader's making."""
         return self.pages.place_of(self.address) if self.pages else None
 
     def contiguous_dtype(self) -> torch.dtype | None:
@@ -95,7 +101,8 @@ class Span:
 
     def moved_to(self, memory: torch.Tensor, *, owned: bool) -> None:
         """Told after the tensors lie over ``memory``: lets go of the old."""
-        self.memory, self.start, self.end, self.owned = memory.untyped_storage(), 0, self.nbytes, owned
+        self.memory, self.start, self.end = memory.untyped_storage(), 0, self.nbytes
+        self.owned, self.stands_in = owned, not owned
 
 
 def survey(
@@ -108,10 +115,13 @@ def survey(
     """
     spans: dict[int, list[Span]] = {}
     plain: list[torch.Tensor] = []
+    seen: set[int] = set()
     for module_name, module in _walk(modules):
+        passing = module.__dict__.get("_non_persistent_buffers_set", ())
         for name, tensor in _named(module):
-            _place(spans, tensor, f"{module_name}{name}", device, stands_in)
-        plain += _attributes(module)
+            for leaf_name, leaf in leaves_of(f"{module_name}{name}", tensor, device.torch_device, seen):
+                _place(spans, leaf, leaf_name, device, stands_in, transient=name in passing)
+        plain += _attributes(module, seen)
     for tensor in plain:
         _place_alias(spans, tensor)
     for group in spans.values():
@@ -149,16 +159,28 @@ def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensor
 
 
-def _attributes(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Tensors in plain attributes, or in a list, tuple or dict that is one (an LSTM's flat weights)."""
+def _attributes(module: torch.nn.Module, seen: set[int]) -> list[torch.Tensor]:
+    """Tensors in plain attributes, and one level inside those: an LSTM's flat weights, a quantized layer's state."""
     found = []
     for name, value in module.__dict__.items():
         if isinstance(value, torch.Tensor):
             found.append(value)
-        elif name not in _OWN and isinstance(value, list | tuple | dict):
-            inside = value.values() if isinstance(value, dict) else value
-            found += [item for item in inside if isinstance(item, torch.Tensor)]
+        elif name not in _OWN:
+            found += [item for item in _contents(value, seen) if isinstance(item, torch.Tensor)]
     return found
+
+
+def _contents(value: object, seen: set[int]) -> list[object]:
+    """What a list, tuple, dict, or an object of no library's base type holds; a shared object's only once."""
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return list(value)
+    plain = isinstance(value, torch.nn.Module | type | ModuleType) or callable(value)
+    if plain or id(value) in seen or not hasattr(value, "__dict__"):
+        return []
+    seen.add(id(value))
+    return list(vars(value).values())
 
 
 def _place(
@@ -167,6 +189,8 @@ def _place(
     name: str,
     device: Device,
     stands_in: Callable[[torch.UntypedStorage], bool],
+    *,
+    transient: bool,
 ) -> None:
     fixed = _fixed(tensor, device)
     if fixed and tensor.layout != torch.strided:
@@ -177,17 +201,19 @@ def _place(
         return
     owned = device.owns(storage)
     # Elsewhere only a file that is mapped as one piece for many tensors, which cannot grow, is taken range by range.
-    whole = owned or stands_in(storage) or (not device.is_host and storage.resizable())
+    ours = stands_in(storage)
+    whole = owned or ours or (not device.is_host and storage.resizable())
     span = _span_for(spans, tensor, storage, whole=whole)
-    span.owned = owned
+    span.owned, span.stands_in = owned, ours
     span.fixed = span.fixed or fixed
     span.names.append(name)
+    span.transient = span.transient and transient
     _add(span, tensor)
 
 
 def _place_alias(spans: dict[int, list[Span]], tensor: torch.Tensor) -> None:
     """A plain attribute matters only where it lies over memory that a parameter or buffer owns."""
-    if tensor.layout != torch.strided or type(tensor) not in _PLAIN_TYPES:
+    if tensor.layout != torch.strided or type(tensor) not in PLAIN_TYPES:
         return
     for span in spans.get(tensor.untyped_storage()._cdata, ()):
         if span.owned or (_first_byte(tensor) < span.end and span.start < _last_byte(tensor)):
@@ -234,7 +260,7 @@ def _add(span: Span, tensor: torch.Tensor) -> None:
 def _fixed(tensor: torch.Tensor, device: Device) -> str:
     """Why the memory of the tensor cannot be moved, or an empty string."""
     reasons = {
-        f"a tensor of type {type(tensor).__name__}": type(tensor) not in _PLAIN_TYPES,
+        f"a tensor of type {type(tensor).__name__}{_elsewhere(tensor, device)}": not has_own_memory(tensor),
         f"a {str(tensor.layout).removeprefix('torch.')} tensor": tensor.layout != torch.strided,
         f"on the device {tensor.device}": tensor.device.type != "cpu" and tensor.device != device.torch_device,
         "made under inference_mode, so its data cannot be replaced": tensor.is_inference(),
@@ -244,8 +270,14 @@ def _fixed(tensor: torch.Tensor, device: Device) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
+def _elsewhere(tensor: torch.Tensor, device: Device) -> str:
+    place = device.torch_device
+    return "" if tensor.device == place else f" on {tensor.device}: move it there first, with model.to({str(place)!r})"
+
+
 def _find_pages(spans: list[Span], device: Device) -> None:
-    mapped = [span for span in spans if not span.owned and not span.fixed]
+    # The table of a process's mappings is long: it is read only where a mapping is not ours.
+    mapped = [span for span in spans if not (span.owned or span.fixed or span.stands_in)]
     pages = file_pages() if mapped else []  # in the order of addresses
     starts = [page.start for page in pages]
     for span in mapped:

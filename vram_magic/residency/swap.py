@@ -7,6 +7,7 @@ a second thread and live autograd graphs):
 * the storage's use count: a tensor that we do not know lies over it (a view, ``numpy()``, an alias)
 * each tensor's use count: an operation or an autograd graph holds it
 * each Python object's reference count: a frame holds it; ``w.sum(0)`` shows nowhere else
+* each tensor's version, where its bytes were copied before: an operation has written to it since
 
 The counts must equal those that the model itself explains. Reference counts above it may still be explained by what
 rests on the heap (an optimizer, a notebook variable): that does not run. Only a frame, or C code, is left then. That is
@@ -32,12 +33,16 @@ import torch
 
 from vram_magic.residency.spans import Span
 
-__all__ = ["SHARED", "all_rest", "busy", "explained", "frames_rest", "harmless", "replace"]
+__all__ = ["SHARED", "all_rest", "busy", "explained", "frames_rest", "harmless", "put_back", "replace", "versions"]
 
 _refcounts = sys.getrefcount
 _use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
 _storage_use_count = torch._C._storage_Use_Count
+_version = operator.attrgetter("_version")
 _OVERHEAD = next(map(_refcounts, [object()]))  # the list that holds it and the call itself
+
+# Classes of quantized weights answer for themselves when an attribute of a tensor is read or set: in Python.
+_plainly = torch._C.DisableTorchFunctionSubclass
 
 SHARED = "another tensor shares its memory"
 
@@ -69,28 +74,51 @@ def busy(span: Span, references: list[int] | None = None, *, holders: int | None
     tensors = span.tensors
     if span.alone and holders is not None and _storage_use_count(span.memory._cdata) != _owners(span, holders):
         return SHARED
-    if list(map(_use_count, tensors)) != span.uses:
+    with _plainly():
+        uses = list(map(_use_count, tensors))
+    if uses != span.uses:
         return "an operation or an autograd graph uses it"
     if references is not None and list(map(_refcounts, tensors)) != references:
         return "Python code is using it"
     return ""
 
 
-def replace(span: Span, fresh: list[torch.Tensor], references: list[int], *, holders: int | None = 0) -> bool:
-    """Gives each of the span's tensors the data of its counterpart in ``fresh``, all or none; False: it is in use.
+def versions(span: Span) -> list[int]:
+    """How often each of the span's tensors was written to by an operation (not through ``.data``)."""
+    with _plainly():
+        return list(map(_version, span.tensors))
 
-    The span still holds the old memory, so nothing is freed here. ``references`` and ``holders`` as for `busy`.
+
+def replace(
+    span: Span, fresh: list[torch.Tensor], references: list[int], seen: list[int], *, holders: int | None = 0
+) -> bool:
+    """Gives each of the span's tensors the data of its counterpart in ``fresh``, all or none.
+
+    False: it is in use, or was written to since its `versions` were ``seen``. The span still holds the old memory, so
+    nothing is freed here. ``references`` and ``holders`` as for `busy`.
     """
     tensors = span.tensors
     looks = [
         map(operator.eq, map(_use_count, tensors), span.uses),
         map(operator.eq, map(_refcounts, tensors), references),
+        map(operator.eq, map(_version, tensors), seen),
     ]
     if span.alone and holders is not None:
         looks.append(map(operator.eq, map(_storage_use_count, [span.memory._cdata]), [_owners(span, holders)]))
+    return _set_if(looks, tensors, fresh)
+
+
+def put_back(span: Span, seen: list[int]) -> bool:
+    """Gives the span's tensors its own memory again, unless they were written to since their `versions` were seen."""
+    tensors = span.tensors
+    return _set_if([map(operator.eq, map(_version, tensors), seen)], tensors, span.original())
+
+
+def _set_if(looks: list[map[bool]], tensors: list[torch.Tensor], fresh: list[torch.Tensor]) -> bool:
     idle = map(all, [chain.from_iterable(looks)])
     # One call into C: from the first look to the last replacement no other thread runs.
-    done = list(map(setattr, chain.from_iterable(compress([tensors], idle)), repeat("data"), fresh))
+    with _plainly():
+        done = list(map(setattr, chain.from_iterable(compress([tensors], idle)), repeat("data"), fresh))
     return bool(done)
 
 

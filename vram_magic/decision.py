@@ -1,0 +1,59 @@
+"""One decision about room: what is collected while a request is being met, and what comes out of it.
+
+Plain data; sizes are bytes. Takes no lock. Refuses to know how models are found and moved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vram_magic.devices.meter import Reservation
+from vram_magic.journal import StepTaken
+from vram_magic.models.managed import Candidates, ManagedModel
+from vram_magic.policy import Plan, Request, Snapshot
+from vram_magic.residency.parts import Key
+
+__all__ = ["Decision", "Room"]
+
+
+@dataclass(slots=True)
+class Room:
+    """The outcome of a decision: the room, or the error that says why there is none."""
+
+    reservation: Reservation | None = None
+    freed_bytes: int = 0
+    error: BaseException | None = None
+    busy: bool = False
+    """There is none now, but a move in progress may change that."""
+
+    def release(self) -> None:
+        if self.reservation is not None:
+            self.reservation.release()
+
+
+@dataclass(slots=True)
+class Decision:
+    """What is collected while one request is being met."""
+
+    request: Request
+    required: ManagedModel | None
+    credit_bytes: int
+    verb: str = "needs"
+    had_bytes: int = 0
+    freed_bytes: int = 0
+    left: list[StepTaken] = field(default_factory=list)
+    stuck: dict[str, str] = field(default_factory=dict)
+    """Why a model gave less than planned."""
+    stuck_keys: set[Key] = field(default_factory=set)
+    """What of it is not tried again."""
+    snapshot: Snapshot | None = None
+    plan: Plan | None = None
+    first: tuple[Snapshot, Request, Plan] | None = None
+    # By model, what could leave. It refers to weights, so it must not outlive the decision: they would look used.
+    parts: dict[str, Candidates] = field(default_factory=dict)
+    offers_workspaces: bool = False
+    """Whether they were not asked yet."""
+    collected: bool = False
+    wanted_budget_bytes: int | None = None
+    may_rest: bool = False
+    """Whether the asker is in no operation."""
