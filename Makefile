@@ -54,8 +54,9 @@ demo: venv ## Run the quickstart notebook into build/quickstart.ipynb
 lab: venv ## Open JupyterLab on notebooks/
 	$(BIN)/jupyter lab $(LAB_FLAGS) --ServerApp.root_dir=notebooks
 
-test: venv ## Run the tests, then the notebooks as tests
-	$(BIN)/pytest -q tests/
+test: venv ## Run the tests on the CPU and on a simulated GPU, then the notebooks as tests
+	$(BIN)/pytest -q -n auto tests/
+	VRAM_MAGIC_TEST_DEVICE=cuda $(BIN)/pytest -q -n auto tests/
 	$(BIN)/pytest -q --nbval-lax notebooks/
 
 # Needs gcc and no card. The tests' own process runs on the stand-in too.

@@ -22,6 +22,7 @@ except SimulationUnavailable as reason:
 __all__ = ["DEVICE"]
 
 CPU_ONLY = {
+    "bitsandbytes": "its kernels for CUDA are real ones",
     "no device": "it touches no device, so one run is enough",
     "numpy": "numpy sees tensors of the CPU only",
     "allocator": "it is about torch's CPU allocator and its guard",

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from place import DEVICE
+from place import DEVICE, same_values
 from torch import nn
 
 import vram_magic as vm
@@ -79,7 +79,7 @@ def test_a_method_that_a_pool_calls_directly_keeps_its_weight(mgr):
         for _ in range(5):
             future = pool.submit(model.weight.sort, 1)
             handle.evict()
-            assert torch.equal(future.result().values, expected)
+            assert same_values(future.result().values, expected)  # an accelerator may have let go of it before
             handle.load()
 
 
