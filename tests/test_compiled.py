@@ -7,7 +7,9 @@ not, or is compiled anew for the place where it happened to be; and hooks that c
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +24,9 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import vram_magic as vm
+from vram_magic.models import compiled as compiled_calls
+from vram_magic.models import entry
+from vram_magic.models.entry import EntryPoints
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -501,33 +506,55 @@ def test_nobody_waits_for_the_compiler_once_the_last_model_is_gone():
     assert done.returncode == 0, done.stderr
 
 
-def test_models_that_are_compiled_while_they_are_evicted_keep_no_entry_point(mgr):
+def test_a_load_waits_for_the_entry_points_of_what_is_compiled_meanwhile(mgr, monkeypatch):
     model = Net().to(DEVICE)
-    before = [vars(part).keys() for part in copy.deepcopy(model).modules()]
     handle = mgr.register("model", model)
-    stop = threading.Event()
+    handle.evict()
+    shadow, reached, go_on = EntryPoints._shadow, threading.Event(), threading.Event()
 
-    def compile_on():
-        while not stop.is_set():
-            for part in model.children():
-                part.compile(backend=Backend())
+    def slowly(self, module, owner, *, out=False):
+        if out and threading.current_thread() is compiling:
+            reached.set()
+            go_on.wait(60)
+        return shadow(self, module, owner, out=out)
 
-    thread = threading.Thread(target=compile_on)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
+    monkeypatch.setattr(EntryPoints, "_shadow", slowly)
+    compiling = threading.Thread(target=model.first.compile, kwargs={"backend": Backend()})
+    loading = threading.Thread(target=handle.load)
+    compiling.start()
+    assert reached.wait(60)
+    loading.start()
+    loading.join(0.3)  # its chance to go on while it should not
+    go_on.set()
+    compiling.join()
+    loading.join()
+    assert handle.state == "device"
+    assert not any("forward" in vars(child) for child in model.children())
+
+
+@pytest.mark.cpu_only("fork")
+def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not(mgr):
+    model = Net().to(DEVICE)
+    mgr.register("model", model)
+    holding, done = threading.Event(), threading.Event()
+
+    def hold():
+        with entry._lock, compiled_calls._lock:
+            holding.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
     thread.start()
-    try:
-        for _ in range(30):
-            handle.evict()
-            handle.load()
-    finally:
-        stop.set()
-        thread.join()
-        sys.setswitchinterval(interval)
-    handle.forget()
-    for part, was in zip(model.modules(), before, strict=True):
-        vars(part).pop("_compiled_call_impl", None)
-        assert vars(part).keys() == was
+    assert holding.wait(60)
+    child = os.fork()
+    if not child:
+        signal.alarm(30)
+        model.compile(backend="eager")
+        os._exit(0 if "_compiled_call_impl" in vars(model) else 1)
+    status = os.waitpid(child, 0)[1]
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- hooks

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import inspect
 import os
@@ -454,6 +455,37 @@ def test_a_method_of_the_instance_gets_its_inputs_too(accelerator, manage):
     x, stayed = net(torch.zeros(3), lengths)
     assert x.device == CUDA
     assert stayed is lengths
+
+
+@pytest.mark.parametrize("device", [CUDA, None], ids=str)
+def test_a_method_bound_to_the_instance_stays_its_own(accelerator, manage, device):
+    net = Net()
+    net.forward = types.MethodType(lambda self, x: (self, "its own"), net)
+    entries, x = manage(net, device=device), torch.zeros(3, device=CUDA)
+    for made in (net, copy.deepcopy(net), copy.copy(net)):
+        assert made(x)[1] == "its own"
+    assert net(x)[0] is net
+    entries.watch_children(Model())
+    entries.unwatch_children()
+    entries.remove()
+    assert type(vars(net)["forward"]) is types.MethodType
+    assert net(x) == (net, "its own")
+
+
+def test_a_method_that_the_user_wraps_and_puts_back_is_called_once_for_each(accelerator, manage):
+    net, calls = Net(), []
+    manage(net)
+    inner = net.forward
+
+    @functools.wraps(inner)  # it copies the attributes of what it wraps
+    def forward(*args):
+        calls.append(args)
+        return inner(*args)
+
+    net.forward = forward
+    manage(net)
+    assert net(torch.zeros(3)).device == CUDA
+    assert len(calls) == 1
 
 
 def test_a_child_that_is_a_model_of_its_own_brings_its_inputs_along(accelerator, manage):

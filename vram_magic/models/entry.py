@@ -22,7 +22,6 @@ is waited for under it; `compiled`'s and `execution`'s locks may be taken under 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import operator
@@ -30,7 +29,7 @@ import os
 import threading
 import types
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +38,7 @@ import torch
 from vram_magic.errors import UnknownModelError
 from vram_magic.models.compiled import CompiledCaller, CompiledCalls, compiled_module
 from vram_magic.models.execution import Carrier, ExecutionDevice, execution_device_of
+from vram_magic.models.suspended import SUSPENDED, hold
 
 if TYPE_CHECKING:
     from vram_magic.models.managed import ManagedModel
@@ -90,18 +90,18 @@ class EntryPoint:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._bound:
-            args = (self._living(), *args)
+            thing = self._thing()
+            if thing is None:
+                raise self._gone()
+            args = (thing, *args)
         return self._leased(self._function, args, kwargs)
 
-    def _living(self) -> object:
-        thing = self._thing()
-        if thing is None:
-            raise UnknownModelError(
-                f"{self._name} was called of a model that is gone.\n0 B of it are left.\n"
-                f"The last reference to {self._model.name!r} was deleted; a method alone does not keep it.\n"
-                "Keep the model in a variable while you use its methods"
-            )
-        return thing
+    def _gone(self) -> UnknownModelError:
+        return UnknownModelError(
+            f"{self._name} was called of a model that is gone.\n0 B of it are left.\n"
+            f"The last reference to {self._model.name!r} was deleted; a method alone does not keep it.\n"
+            "Keep the model in a variable while you use its methods"
+        )
 
     def _leased(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         registry, model = self._registry, self._model
@@ -114,8 +114,8 @@ class EntryPoint:
             result = function(*args, **kwargs) if self._carrier is None else self._carrier(function, args, kwargs)
         finally:
             registry.end(lease)
-        if isinstance(result, _SUSPENDED):
-            return _hold(registry, model, result)
+        if isinstance(result, SUSPENDED):
+            return hold(registry, model, result)
         return result
 
     @property
@@ -157,7 +157,10 @@ class _Compile(EntryPoint, CompiledCaller):
         self._entries = entries
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._plain(self._living())(*args, **kwargs)
+        module = self._thing()
+        if module is None:
+            raise self._gone()
+        result = self._plain(module)(*args, **kwargs)
         self._entries.look_anew(self._model)
         return result
 
@@ -166,46 +169,6 @@ class _Compile(EntryPoint, CompiledCaller):
 
 
 _OF_METHODS = {"__code__", "__defaults__", "__func__", "__globals__", "__kwdefaults__", "__self__"}
-_SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
-
-
-def _hold(registry: Registry, model: ManagedModel, result: Any) -> Any:
-    """The generator or coroutine, holding a lease of its own from its first step to its end."""
-    if isinstance(result, types.GeneratorType):
-        return _held_generator(registry, model, result)
-    if isinstance(result, types.CoroutineType):
-        return _held_coroutine(registry, model, result)
-    return _held_async_generator(registry, model, result)
-
-
-def _held_generator(
-    registry: Registry, model: ManagedModel, result: Generator[Any, Any, Any]
-) -> Generator[Any, Any, Any]:
-    lease = registry.begin(model, suspended=True)
-    try:
-        return (yield from result)
-    finally:
-        registry.end(lease)
-
-
-async def _held_coroutine(registry: Registry, model: ManagedModel, result: Coroutine[Any, Any, Any]) -> Any:
-    lease = await registry.begin_async(model)
-    try:
-        return await result
-    finally:
-        registry.end(lease)
-
-
-async def _held_async_generator(
-    registry: Registry, model: ManagedModel, result: AsyncGenerator[Any, Any]
-) -> AsyncGenerator[Any, Any]:
-    lease = await registry.begin_async(model)
-    try:
-        async with contextlib.aclosing(result):
-            async for item in result:
-                yield item
-    finally:
-        registry.end(lease)
 
 
 class _PlainCopies:
@@ -213,6 +176,18 @@ class _PlainCopies:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)
+        self.entries = 0
+
+    @classmethod
+    def count(cls, module: torch.nn.Module, change: int) -> None:
+        """It is there as long as any entry point of the module is."""
+        copies = module.__dict__.get("__reduce_ex__")
+        if copies is None:
+            copies = module.__dict__["__reduce_ex__"] = cls(module)
+        if isinstance(copies, cls):  # else the user has one there
+            copies.entries += change
+            if copies.entries <= 0:
+                del module.__dict__["__reduce_ex__"]
 
     def __call__(self, protocol: Any) -> Any:
         module: Any = self._module()
@@ -242,15 +217,16 @@ class _Shadow:
 
     def take_away(self) -> None:
         module = self.module()
-        now = None if module is None else module.__dict__.get(self.name)
-        if module is None or not isinstance(now, EntryPoint) or now is not self.entry():
-            return  # gone, or replaced by the user
+        if module is None:
+            return
+        _PlainCopies.count(module, -1)
+        now = module.__dict__.get(self.name)
+        if not isinstance(now, EntryPoint) or now is not self.entry():
+            return  # replaced by the user
         if now.shadowed is None:
             del module.__dict__[self.name]
         else:
             module.__dict__[self.name] = now.shadowed
-        if not any(isinstance(value, EntryPoint) for value in module.__dict__.values()):
-            module.__dict__.pop("__reduce_ex__", None)
 
 
 _lock = threading.RLock()  # re-entrant: the garbage collector may run anything anywhere
@@ -357,7 +333,7 @@ class EntryPoints:
             entry = self._entry(module, name, own, model)
             if entry is not None:
                 module.__dict__[name] = entry
-                module.__dict__.setdefault("__reduce_ex__", _PlainCopies(module))
+                _PlainCopies.count(module, 1)
                 done.append(_Shadow(weakref.ref(module), name, weakref.ref(entry)))
         return done
 

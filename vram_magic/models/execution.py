@@ -53,7 +53,7 @@ class Carrier:
         """``described`` gives the method whose parameters name the arguments, but for so many ``leading`` ones."""
         self._device, self._model = device, model
         self._described, self._leading = described, leading
-        self._parameters: tuple[list[str], str] | None = None  # looked up when first needed: it takes long
+        self._parameters: tuple[list[str], str] | None = None  # looked up at need: it takes long
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = self._device
