@@ -84,9 +84,9 @@ class Span:
         return self.pages.place_of(self.address) if self.pages else None
 
     def contiguous_dtype(self) -> torch.dtype | None:
-        """The dtype when one plain contiguous tensor is all there is: only then a file can hold the same bytes."""
+        """The dtype when a plain contiguous tensor covers all there is: only then a file can hold the same bytes."""
         first = self.tensors[0]
-        same = all(_layout(tensor) == _layout(first) for tensor in self.tensors)
+        same = all(tensor.dtype == first.dtype for tensor in self.tensors)
         whole = first.numel() * first.element_size() == self.nbytes and _first_byte(first) == self.start
         return first.dtype if same and whole and first.is_contiguous() else None
 
@@ -286,10 +286,6 @@ def _find_pages(spans: list[Span], device: Device) -> None:
         span.pages = page if page and page.start <= address and address + span.nbytes <= page.end else None
         if span.pages is None and device.is_host:
             span.fixed = "in memory that torch does not own (numpy's, or shared)"
-
-
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _first_byte(tensor: torch.Tensor) -> int:

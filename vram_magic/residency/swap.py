@@ -44,6 +44,18 @@ _OVERHEAD = next(map(_refcounts, [object()]))  # the list that holds it and the 
 # Classes of quantized weights answer for themselves when an attribute of a tensor is read or set: in Python.
 _plainly = torch._C.DisableTorchFunctionSubclass
 
+
+def _references_of_a_base() -> int:
+    """How many references torch itself holds to the Python object of a tensor that has views: 1, or 0 in older ones."""
+    base, plain = torch.empty(1), torch.empty(1)
+    view = base.view(1)
+    held, free = map(_refcounts, [base, plain])
+    del view
+    return held - free
+
+
+_OF_A_BASE = _references_of_a_base()
+
 SHARED = "another tensor shares its memory"
 
 # What may hold a reference for a call in progress: frames, argument tuples, and the very method that is being called.
@@ -141,7 +153,10 @@ def explained(spans: list[Span]) -> list[list[int]]:
     They are those of the model's own places and of whatever rests on the heap; the real counts differ where a frame or
     C code holds a tensor.
     """
-    by_slots = [[_OVERHEAD + slots for slots in span.slots] for span in spans]
+    by_slots = [
+        [_OVERHEAD + slots + (_OF_A_BASE if uses > 1 else 0) for slots, uses in zip(span.slots, span.uses, strict=True)]
+        for span in spans
+    ]
     odd = [s for s, expected in zip(spans, by_slots, strict=True) if list(map(_refcounts, s.tensors)) != expected]
     resting = _resting_references(odd) if odd else {}
     return [
