@@ -106,7 +106,7 @@ class EntryPoint:
     def _leased(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         registry, model = self._registry, self._model
         # A traced call computes through the same code. Who calls the compiled code holds the lease: the entry in place
-        # of what `compile` set, or `CompiledCaller`. Only a compiled function that is no method of ours has none.
+        # of what `compile` set, or `CompiledCaller`. Where the user compiled a function that calls us, nobody does.
         if torch.compiler.is_compiling() or registry.inside(model):
             return function(*args, **kwargs)
         lease = registry.begin(model, bring=self._name not in _READS_IN_PLACE)
@@ -272,9 +272,14 @@ class EntryPoints:
     def watch_children(self, model: ManagedModel) -> None:
         """Shadows everything that could be called. Before weights leave, so it looks anew."""
         with _lock:
-            if not self._while_out:
-                self.install(model)
+            if self._while_out:
+                return
+            self.install(model)
+            try:
                 self._watch_all(model)
+            except BaseException:
+                self.unwatch_children()  # else the next one would believe that all are watched
+                raise
 
     def _watch_all(self, model: ManagedModel) -> None:
         for module in self._modules(self._living()):

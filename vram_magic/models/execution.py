@@ -64,9 +64,7 @@ class Carrier:
         return self._call_with_inputs(function, args, kwargs)
 
     def _call_with_inputs(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._parameters is None:
-            self._parameters = _positional_parameters(self._described())
-        names, rest = self._parameters
+        names, rest = self._parameters = self._parameters or _positional_parameters(self._described())
         trip, all_names = _Trip(self._device), chain(repeat("", self._leading), names, repeat(rest))
         moved_args = [trip.bring(value, name) for value, name in zip(args, all_names, strict=False)]
         moved_kwargs = {name: trip.bring(value, name) for name, value in kwargs.items()}

@@ -198,9 +198,19 @@ class Body:
         spans, stay = self._arriving.absent([span for block in self.look() for span in block.spans])
         if stay:
             self.staying = f"{stay} weights are computed from their file, since {SHARED}"
-        arrived = self._arriving.load(spans, reservation)
+        try:
+            arrived = self._arriving.load(spans, reservation)
+        except BaseException:
+            self._make_whole()
+            raise
         self.look()
         return arrived
+
+    def _make_whole(self) -> None:
+        """After a load that failed half way: a block that is partly there leaves again."""
+        torn = [block for block in self.look() if 0 < block.resident_bytes < block.total_bytes]
+        if torn:
+            self.evict(torn, may_rest=True)
 
     # ------------------------------------------------------------------------------------------------ handing back
 

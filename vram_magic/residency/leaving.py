@@ -50,11 +50,16 @@ class Leaving:
         unsafe = [span for span in spans if not self._safe(span, only_proven=only_proven)]
         if only_proven and (doubtful := self.doubtful(unsafe)):
             return 0, doubtful
-        copies = self._copied(unsafe)
         moved: list[tuple[Span, Record, torch.Tensor]] = []
-        reason = self._swap(spans, seen, copies, moved, may_rest=may_rest)
+        try:
+            reason = self._swap(spans, seen, self._copied(unsafe), moved, may_rest=may_rest)
+        except BaseException:
+            self._undo(moved)
+            self._drop_copies(spans)
+            raise
         if reason:
             self._undo(moved)
+            self._drop_copies(spans)
             return 0, reason
         return sum(self._let_go(*entry) for entry in moved), ""
 
@@ -162,9 +167,10 @@ class Leaving:
             if stand_in is None:
                 assert record.file is not None  # noqa: S101  `backed` or `_spill` has seen to it
                 stand_in = map_range(record.file.fd, record.offset, record.nbytes)
+            moved.append((span, record, stand_in))  # before it is: an exception on the way back must not forget it
             if not replace(span, span.retarget(stand_in), references, before):
+                moved.pop()
                 return busy(span, references) or _EDITED
-            moved.append((span, record, stand_in))
         self._device.settle()
         # Nobody but us can reach the old memory any more, so what it holds is the last word.
         return _EDITED if any(self._digest(span) != record.digest for span, record, _ in moved) else ""
@@ -186,4 +192,8 @@ class Leaving:
                     break
                 before = versions(span)
             bury(stand_in.untyped_storage())  # an operation may have begun to read it
-            record.share = None
+
+    def _drop_copies(self, spans: list[Span]) -> None:
+        """What was taken of the RAM for copies of weights that did not leave after all is free again."""
+        for span in spans:
+            self._records[span].share = None
