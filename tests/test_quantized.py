@@ -108,6 +108,9 @@ def test_a_model_quantized_by_torchao_makes_round_trips(mgr, config):
     assert handle.total_bytes < 2 * sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.xfail(
+    DEVICE != "cpu", strict=True, reason="a wrapper made for a GPU cannot be looked at while its parts are on the CPU"
+)
 @torch.no_grad()
 def test_a_torchao_model_leaves_under_pressure_and_is_saved_while_it_is_out(mgr, tmp_path):
     model, x = quantized_by_torchao("Int8WeightOnlyConfig"), torch.randn(2, 128, dtype=torch.bfloat16, device=DEVICE)
