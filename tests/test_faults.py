@@ -355,8 +355,9 @@ def test_what_becomes_of_the_file_behind_an_evicted_model(scene, fate):
 CUT_SPILL = """
 import sys
 from pathlib import Path
-import os, torch
+import os
 from place import DEVICE
+import torch
 import vram_magic as vm
 
 mgr = vm.VRAMManager(device=DEVICE, budget="64MiB", spill_dir=sys.argv[1], host_budget=0)
@@ -390,8 +391,8 @@ def test_a_spill_file_that_was_cut_is_an_error_and_no_dead_kernel(tmp_path):
 FULL_DISK = """
 import os, shutil, sys
 from pathlib import Path
-import torch
 from place import DEVICE, same_values
+import torch
 import vram_magic as vm
 from vram_magic.residency import spill
 
@@ -436,8 +437,8 @@ def test_a_disk_that_is_really_full_keeps_the_model_where_it_is(tmp_path, how):
 
 KILLED = """
 import os, sys, time
-import torch
 from place import DEVICE
+import torch
 import vram_magic as vm
 
 mgr = vm.VRAMManager(device=DEVICE, budget="64MiB", spill_dir=sys.argv[1], host_budget=0)

@@ -317,8 +317,8 @@ def test_save_pretrained_writes_true_weights(mgr, tmp_path, build, shards, when)
 # A file that is written over while it is mapped kills who reads it: so in a process of its own.
 OVER_ITSELF = """
 import sys
-import torch
 from place import DEVICE
+import torch
 import vram_magic as vm
 from transformers import OPTForCausalLM
 

@@ -65,8 +65,9 @@ class Loading:
             taken = self._core.registry.models.get(name)
         if taken is not None:
             self._core.forget(taken)
-        self._core.registry.add(model)
+        # Looked at first: who finds it on the list finds its size.
         settled(self._core.workers.decide(self._core.reclaimer.look, model))
+        self._core.registry.add(model)
         return model
 
     def _known(self, name: str, thing: object) -> TorchModel | None:

@@ -174,7 +174,8 @@ class Call {
       each(given_[i], [&](const Tensor& tensor) { on_device_ |= tensor.defined() && tensor.is_cuda(); });
       bool anywhere = argument.name() == "indices" && name.find("index") != std::string::npos;
       anywhere |= name == "aten::_ctc_loss" && argument.name().find("lengths") != std::string::npos;
-      bool scalar = op_.hasTag(at::Tag::pointwise) || name.find("index_put") != std::string::npos;
+      bool scalar = op_.hasTag(at::Tag::pointwise) || name.find("index_put") != std::string::npos ||
+                    name.find("fill") != std::string::npos;
       each(given_[i], [&](const Tensor& tensor) {
         if (!tensor.defined() || tensor.is_cuda() || anywhere) return;
         if (scalar && tensor.dim() == 0 && !written(argument)) return;

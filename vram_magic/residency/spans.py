@@ -162,7 +162,7 @@ def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _attributes(module: torch.nn.Module, seen: set[int]) -> list[torch.Tensor]:
     """Tensors in plain attributes, and one level inside those: an LSTM's flat weights, a quantized layer's state."""
     found = []
-    for name, value in module.__dict__.items():
+    for name, value in list(module.__dict__.items()):  # another thread may be registering the module anew
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif name not in _OWN:
