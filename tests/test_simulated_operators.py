@@ -88,6 +88,7 @@ def test_values_come_back_to_python():
         lambda there, here: here[there.long()],
         torch.equal,
         lambda there, here: torch.mul(here, here, out=there),
+        lambda there, here: there.index_select(0, here[0, 0].long()),
     ],
 )
 def test_tensors_of_two_devices_are_refused(mix):
@@ -107,6 +108,10 @@ def test_scalars_and_indices_may_lie_on_the_cpu():
     assert x[torch.tensor([3, 1])].tolist() == [3, 1]
     assert x[torch.tensor([True, False, False, True])].tolist() == [0, 3]
     x.index_put_((torch.tensor([0]),), torch.tensor(9.0))
+    one = torch.tensor(1.0)
+    y = torch.zeros(3, device="cuda").fill_(one).masked_fill(torch.ones(3, device="cuda").bool(), one)
+    assert y.floor_divide(one).eq_(one).index_fill(0, torch.tensor([0], device="cuda"), one).tolist() == [1, 1, 1]
+    assert torch.where(y > 0, y, one, out=torch.empty(3, device="cuda")).tolist() == [1, 1, 1]
     assert torch.where(x > 2, x, torch.tensor(0.0)).tolist() == [9, 0, 0, 3]
     assert torch.ones(4)[x.new_tensor(1).long().cpu()] == 1
 

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "runtime.h"
@@ -174,8 +175,7 @@ class Call {
       each(given_[i], [&](const Tensor& tensor) { on_device_ |= tensor.defined() && tensor.is_cuda(); });
       bool anywhere = argument.name() == "indices" && name.find("index") != std::string::npos;
       anywhere |= name == "aten::_ctc_loss" && argument.name().find("lengths") != std::string::npos;
-      bool scalar = op_.hasTag(at::Tag::pointwise) || name.find("index_put") != std::string::npos ||
-                    name.find("fill") != std::string::npos;
+      bool scalar = takes_scalars();
       each(given_[i], [&](const Tensor& tensor) {
         if (!tensor.defined() || tensor.is_cuda() || anywhere) return;
         if (scalar && tensor.dim() == 0 && !written(argument)) return;
@@ -184,6 +184,14 @@ class Call {
                     " in method wrapper_CUDA_", name.substr(name.find(':') + 2), ")");
       });
     }
+  }
+
+  // Whether one number may come from the CPU: where CUDA's kernel goes element by element, which the tag tells of most.
+  bool takes_scalars() const {
+    static const std::unordered_set<std::string> untagged{
+        "fill_", "masked_fill", "masked_fill_", "index_fill", "index_fill_", "index_put", "index_put_",
+        "_index_put_impl_", "where", "isclose", "floor_divide", "floor_divide_", "eq_", "ne_", "lt_", "le_", "gt_", "ge_"};
+    return op_.hasTag(at::Tag::pointwise) || untagged.count(schema_.name().substr(sizeof("aten::") - 1));
   }
 
   IValue argument(size_t i) {
