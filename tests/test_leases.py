@@ -282,6 +282,25 @@ def test_a_lease_on_a_forgotten_model_is_refused(mgr, make):
 # ------------------------------------------------------------------------------------------------------ threads
 
 
+def test_a_thread_whose_wait_is_over_but_has_not_woken_up_is_hope(mgr):
+    registry, other = mgr._core.registry, threading.get_ident() + 1
+    registry._waiting[other] = list  # it waits for nobody any more
+    try:
+        assert registry._hope(lambda: [other])
+        registry._waiting[other] = lambda: [threading.get_ident()]
+        assert not registry._hope(lambda: [other])
+    finally:
+        del registry._waiting[other]
+
+
+def test_a_mark_that_is_given_up_is_worth_a_second_try_to_others_and_not_to_oneself(mgr, make):
+    handle, registry = make("one", 4), mgr._core.registry
+    model, before = handle._managed, registry.changes
+    with registry.moving(model, "loading"):
+        assert not registry._wait_for_others(model, registry.changes)
+        assert registry.changes == before + 1
+
+
 def test_two_threads_that_call_two_models_in_turn_with_room_for_one_never_hang(mgr, make, restless):
     one, two, third = make("one", 4), make("two", 4), Stack(1)
     right = {"one": result_of(one), "two": result_of(two)}

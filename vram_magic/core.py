@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import OutOfMemoryError
 
-from vram_magic.decision import Room
+from vram_magic.decision import Room, extra_bytes
 from vram_magic.devices.base import Device
 from vram_magic.errors import ModelInUseError, VRAMError
 from vram_magic.journal import Journal
@@ -26,7 +26,6 @@ from vram_magic.workers import Workers, settled
 __all__ = ["Core"]
 
 _LOAD_ATTEMPTS = 8
-_SEGMENT_BYTES = 20 << 20  # what c10's caching allocators ask the driver for at once
 
 
 @dataclass(eq=False)
@@ -88,10 +87,9 @@ class Core:
             if not missing:
                 return
             self.check_not_captured(model)
-            # The first time the books decide. If the device itself then has no room, in one piece, more has to leave,
-            # and each time twice as much: free bytes that lie scattered show in no figure.
-            extra = _SEGMENT_BYTES << (attempt - 2) if attempt > 1 else 0
-            request = Request(missing + extra, model.rank, asked_by=f"loading {model.name}")
+            # The first time the books decide. If the device itself then has no room, in one piece, more has to leave.
+            need = missing + extra_bytes(max(attempt - 1, 0), missing)
+            request = Request(need, model.rank, asked_by=f"loading {model.name}")
             room = self.room(request, required=model, flushed=attempt > 0)
             try:
                 assert room.reservation is not None  # noqa: S101  a room without an error has one

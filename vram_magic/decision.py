@@ -13,7 +13,11 @@ from vram_magic.models.managed import Candidates, ManagedModel
 from vram_magic.policy import Plan, Request, Snapshot
 from vram_magic.residency.parts import Key
 
-__all__ = ["Decision", "Room"]
+__all__ = ["Decision", "Room", "extra_bytes"]
+
+# What c10's caching allocators ask the driver for at once, for requests up to 1 MiB and for larger ones; above it, too,
+# where their segments can grow.
+_SMALL, _SMALL_SEGMENT, _SEGMENT = 1 << 20, 2 << 20, 20 << 20
 
 
 @dataclass(slots=True)
@@ -57,3 +61,15 @@ class Decision:
     wanted_budget_bytes: int | None = None
     may_rest: bool = False
     """Whether the asker is in no operation."""
+
+
+def extra_bytes(failed_again: int, size_bytes: int) -> int:
+    """What to find beyond a request, which has failed so often although the device had as many bytes as it asks for.
+
+    At first what is missing to whole segments; then the free bytes must be scattered, and each time twice as much is
+    tried, so that a fit is found soon, and little leaves in vain.
+    """
+    if not failed_again:
+        return 0
+    segment = _SMALL_SEGMENT if size_bytes <= _SMALL else _SEGMENT
+    return -size_bytes % segment + (segment << (failed_again - 2) if failed_again > 1 else 0)

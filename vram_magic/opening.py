@@ -5,6 +5,7 @@ Takes no lock; the manager opens one device at a time. Refuses to know models.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +18,9 @@ from vram_magic.guard.native import NativeGuard, load_accelerator_guard, load_gu
 
 if TYPE_CHECKING:
     from vram_magic.devices.base import Device
+    from vram_magic.vram_manager import VRAMManager
 
-__all__ = ["open_device", "which_device"]
+__all__ = ["check_free", "open_device", "which_device"]
 
 
 def which_device(name: str | None) -> torch.device:
@@ -42,6 +44,15 @@ def which_device(name: str | None) -> torch.device:
     if index >= count:
         raise _absent(str(name), f"Their numbers end at {count - 1}")
     return torch.device(device.type, index)
+
+
+def check_free(name: str, opened: Mapping[str, VRAMManager]) -> None:
+    """Raises `VRAMError` when the device has an open manager."""
+    if name in opened:
+        raise VRAMError(
+            f"The device {name!r} has a manager already.\n{len(opened[name].models)} models are managed there.\n"
+            "Two managers would not know of each other's models.\nUse vram_magic.manager(), or close it: mgr.close()"
+        )
 
 
 def open_device(device: torch.device, budget: int | str) -> tuple[Device, NativeGuard | None]:

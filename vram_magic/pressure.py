@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 
 from vram_magic.core import Core
-from vram_magic.decision import Room
+from vram_magic.decision import Room, extra_bytes
 from vram_magic.guard.native import (
     GRANTED,
     INTERRUPTED,
@@ -27,10 +27,6 @@ from vram_magic.sizes import format_size
 from vram_magic.workers import Outcome
 
 __all__ = ["Pressure"]
-
-# What c10's caching allocators ask the driver for at once, for requests up to 1 MiB and for larger ones; above it, too,
-# where their segments can grow.
-_SMALL, _SMALL_SEGMENT, _SEGMENT = 1 << 20, 2 << 20, 20 << 20
 
 
 class Pressure:
@@ -75,10 +71,10 @@ class Pressure:
             request = Request(need_bytes, rank, asked_by=asked_by)
             return decide(self._core.reclaimer.make_room, request, user_code=False)
         # Room within the budget is not enough: the device itself must have the bytes, all of them.
-        extra_bytes = _extra_bytes(why - OUT_OF_MEMORY, size_bytes)
-        if extra_bytes:
+        extra = extra_bytes(why - OUT_OF_MEMORY, size_bytes)
+        if extra:
             asked_by += f" of {format_size(size_bytes)}"
-        request = Request(size_bytes + extra_bytes, rank, asked_by=asked_by)
+        request = Request(size_bytes + extra, rank, asked_by=asked_by)
         credit_bytes = size_bytes - need_bytes
         make_room = self._core.reclaimer.make_room
         return decide(make_room, request, user_code=False, flushed=True, credit_bytes=credit_bytes)
@@ -122,15 +118,3 @@ class Pressure:
     def _explain(self, error: BaseException | None) -> None:
         with contextlib.suppress(BaseException):
             self._guard.explain(str(error))
-
-
-def _extra_bytes(failed_again: int, size_bytes: int) -> int:
-    """What to find beyond a request, which has failed so often although the device had as many bytes as it asks for.
-
-    At first what is missing to whole segments; then the free bytes must be scattered, and each time twice as much is
-    tried, so that a fit is found soon, and little leaves in vain.
-    """
-    if not failed_again:
-        return 0
-    segment = _SMALL_SEGMENT if size_bytes <= _SMALL else _SEGMENT
-    return -size_bytes % segment + (segment << (failed_again - 2) if failed_again > 1 else 0)

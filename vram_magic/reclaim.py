@@ -23,7 +23,7 @@ from vram_magic.sharing import Owners
 from vram_magic.sizes import format_size
 from vram_magic.workspaces import given_back
 
-__all__ = ["Reclaimer", "Room"]
+__all__ = ["Reclaimer"]
 
 
 class Reclaimer:

@@ -70,8 +70,8 @@ class Registry:
         """Names whose objects died; finalisers append, `Reclaimer` clears up."""
         self._changed = threading.Condition(self.lock)
         self.changes = 0
-        """Counts what may give room: a lease that ended, a move that ended. A decision that failed is worth a second
-        try when it has grown since before the first."""
+        """Counts what may give room: a lease that ended, a move that ended or was given up. A decision that failed is
+        worth a second try when it has grown since before the first."""
         self._clock = itertools.count(1)
         self._waiting: dict[int, Callable[[], Iterable[int]]] = {}
         """By waiting thread: a look at the threads that it waits for."""
@@ -242,7 +242,11 @@ class Registry:
             return not model.forgotten
 
     def _bring_or_wait(self, model: ManagedModel) -> None:
-        while not model.forgotten:
+        for attempt in itertools.count():
+            if model.forgotten:
+                return
+            if attempt > 1:  # calls that all lack the same room wake each other: not as fast as they can
+                time.sleep(min(0.001 * 2**attempt, _POLL_S))
             changes = self.changes
             try:
                 self._bring(model)
@@ -313,6 +317,9 @@ class Registry:
 
         with self.lock:
             self._clear_mark(model)  # ours may be what the other one waits for
+            if model.device_bytes:
+                self.changes += 1  # or what its decision failed for; ours it does not help
+                changes += 1
             started = time.monotonic()
 
             def worth_it() -> bool:
@@ -335,7 +342,10 @@ class Registry:
             if thread not in self._waiting:
                 return True
             seen.add(thread)
-            todo += self._waiting[thread]()
+            further = list(self._waiting[thread]())
+            if not further:
+                return True  # what it waited for is over, it has only not woken up yet
+            todo += further
         return False
 
     def _wait_while(self, condition: Callable[[], bool], awaited: Callable[[], Iterable[int]]) -> None:

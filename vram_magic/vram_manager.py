@@ -91,11 +91,11 @@ class VRAMManager:
     ) -> None:
         from vram_magic.devices.host import HostMemory  # here and not above: these need torch
         from vram_magic.loading import Loading
-        from vram_magic.opening import open_device, which_device
+        from vram_magic.opening import check_free, open_device, which_device
         from vram_magic.pressure import Pressure
 
         wanted = which_device(name)
-        _check_free(str(wanted))
+        check_free(str(wanted), _open)
         host = HostMemory(host_budget)
         device, self._guard = open_device(wanted, budget)
         self._core = Core(device)
@@ -403,14 +403,6 @@ class VRAMManager:
         from vram_magic.notebook.panel import open_panel
 
         return open_panel(self)
-
-
-def _check_free(name: str) -> None:
-    if name in _open:
-        raise VRAMError(
-            f"The device {name!r} has a manager already.\n{len(_open[name].models)} models are managed there.\n"
-            "Two managers would not know of each other's models.\nUse vram_magic.manager(), or close it: mgr.close()"
-        )
 
 
 def manager() -> VRAMManager:

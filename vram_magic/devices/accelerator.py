@@ -105,7 +105,7 @@ class AcceleratorDevice:
     def _total_and_free(self) -> tuple[int, int]:
         free, total = torch.get_device_module(self.torch_device).mem_get_info(self.torch_device)
         if self.shares_ram:  # free there counts neither the page cache nor a container's limit
-            free = min(max(free, available_ram_bytes()), available_ram_bytes())
+            free = min(available_ram_bytes(), total)
         return total, free
 
     # ------------------------------------------------------------------------------------------------- telling
@@ -141,7 +141,7 @@ class AcceleratorDevice:
     def owns(self, storage: torch.UntypedStorage) -> bool:
         if storage.device != self.torch_device:
             return False
-        return self.meter.owns(storage) if getattr(self.meter, "way", "") else True
+        return self.meter.owns(storage)
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """The allocator has counted it since it was made."""

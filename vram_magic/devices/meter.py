@@ -74,6 +74,22 @@ class Meter(Protocol):
         """Whether the memory came from the allocator that is metered."""
 
 
+class _Drawn:
+    """What a thread draws on, where no allocator is limited: only noted, for `Meter.credit_bytes`."""
+
+    def __init__(self, thread: threading.local) -> None:
+        self._thread = thread
+
+    @contextlib.contextmanager
+    def draw(self, *, own_move: bool = False) -> Iterator[None]:  # noqa: ARG002  nothing here ever asks for room
+        before = getattr(self._thread, "drawn", None)
+        self._thread.drawn = self
+        try:
+            yield
+        finally:
+            self._thread.drawn = before
+
+
 class LedgerMeter:
     """A meter that believes what it is told."""
 
@@ -130,23 +146,14 @@ class LedgerMeter:
         self._peak = max(self._peak, self._live)
 
 
-class _LedgerReservation:
+class _LedgerReservation(_Drawn):
     def __init__(self, meter: LedgerMeter, size_bytes: int) -> None:
+        super().__init__(meter._thread)
         self._meter = meter
         self.left_bytes = size_bytes
 
     def __del__(self) -> None:
         self.release()  # an interrupt may have dropped it on its way to its taker
-
-    @contextlib.contextmanager
-    def draw(self, *, own_move: bool = False) -> Iterator[None]:  # noqa: ARG002  nothing here ever asks for room
-        thread = self._meter._thread
-        before = getattr(thread, "drawn", None)
-        thread.drawn = self
-        try:
-            yield
-        finally:
-            thread.drawn = before
 
     def spend(self, size_bytes: int) -> None:
         with self._meter._lock:
@@ -220,8 +227,9 @@ class MeasuredMeter:
         """The allocator has counted it since it was made."""
 
 
-class _MeasuredReservation:
+class _MeasuredReservation(_Drawn):
     def __init__(self, meter: MeasuredMeter, size_bytes: int) -> None:
+        super().__init__(meter._thread)
         self._meter = meter
         self._size_bytes = size_bytes
         self._live_before = meter._measure()
@@ -229,16 +237,6 @@ class _MeasuredReservation:
     @property
     def left_bytes(self) -> int:
         return max(self._size_bytes - max(self._meter._measure() - self._live_before, 0), 0)
-
-    @contextlib.contextmanager
-    def draw(self, *, own_move: bool = False) -> Iterator[None]:  # noqa: ARG002  nothing here ever asks for room
-        thread = self._meter._thread
-        before = getattr(thread, "drawn", None)
-        thread.drawn = self
-        try:
-            yield
-        finally:
-            thread.drawn = before
 
     def spend(self, size_bytes: int) -> None:
         with self._meter._lock:

@@ -8,7 +8,6 @@ to get and bad for everybody else in quantity. Sizes are bytes. Takes no lock. R
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import threading
 import weakref
@@ -41,7 +40,7 @@ class Staging:
         # Not a `threading.local`: a forked child drops those of threads that it has not, and freeing pinned memory
         # there ends it.
         self._of_thread: dict[int, tuple[_Buffer, _Buffer]] = {}
-        os.register_at_fork(after_in_child=functools.partial(_keep_for_ever, weakref.ref(self)))
+        _all.add(self)
 
     def read(self, memory: torch.Tensor) -> Iterator[memoryview]:
         """The bytes of device memory in pieces; each is valid until the next is asked for."""
@@ -80,10 +79,16 @@ class Staging:
         return self._of_thread[thread]
 
 
-def _keep_for_ever(staging: weakref.ref[Staging]) -> None:
+_all: weakref.WeakSet[Staging] = weakref.WeakSet()
+
+
+def _keep_for_ever() -> None:
     """In a forked child: even its end must not free what only the parent's driver can."""
-    if (kept := staging()) is not None:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    for staging in list(_all):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(staging))
+
+
+os.register_at_fork(after_in_child=_keep_for_ever)
 
 
 def _pinned(size_bytes: int) -> torch.Tensor:

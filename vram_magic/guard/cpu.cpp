@@ -160,7 +160,6 @@ void vm_forked(int) {
 void vm_set_budget(int, int64_t n) { budget = n; }
 int64_t vm_live(int) { return live(); }
 int64_t vm_committed(int) { return committed; }
-int64_t vm_cached(int) { return 0; }  // what is freed goes back to the C library, which tells nobody
 int64_t vm_peak(int) { return peak; }
 void vm_reset_peak(int) { peak = live(); }
 

@@ -60,10 +60,6 @@ int64_t vm_committed(int index) {
   Look now = ledger.glance();
   return now.live + now.held + now.inflight;
 }
-int64_t vm_cached(int index) {
-  Figures now = figures(ledgers[index]);
-  return now.reserved - now.allocated;
-}
 int64_t vm_calls(int index) { return ledgers[index].calls; }
 // The allocator's own peak where it is one of our time; else the most that was seen.
 int64_t vm_peak(int index) {

@@ -78,7 +78,6 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "vm_set_budget": (None, [_int, _int64]),
     "vm_live": (_int64, [_int]),
     "vm_committed": (_int64, [_int]),
-    "vm_cached": (_int64, [_int]),
     "vm_peak": (_int64, [_int]),
     "vm_reset_peak": (None, [_int]),
     "vm_asks": (_int64, [_int]),
@@ -252,11 +251,6 @@ class NativeGuard:
     @property
     def committed_bytes(self) -> int:
         return int(self._library.vm_committed(self._index))
-
-    @property
-    def cached_bytes(self) -> int:
-        """What the allocator keeps for reuse."""
-        return int(self._library.vm_cached(self._index))
 
     @property
     def peak_bytes(self) -> int:

@@ -40,7 +40,7 @@ constexpr int64_t kNoLimit = INT64_MAX / 4, kLargest = int64_t{1} << 60;
 constexpr int kTries = 16, kPatience = 48, kYields = 16;
 
 struct Figures {
-  int64_t allocated = 0, peak = 0, reserved = 0;
+  int64_t allocated = 0, peak = 0;
 };
 
 struct Look {
@@ -84,12 +84,12 @@ bool keeps_figures(c10::DeviceAllocator* allocator, int index) {
 // Zeros before the device was first used. A forked child asks nobody: there the allocator's lock may stay locked.
 Figures figures(const Ledger& ledger) {
   auto* from = source.load();
-  if (!from || forked.load()) return {ledger.seen.load(), 0, ledger.seen.load()};
+  if (!from || forked.load()) return {ledger.seen.load(), 0};
   try {
     if (!from->initialized()) return {};
     auto stats = from->getDeviceStats(static_cast<c10::DeviceIndex>(ledger.index()));
     constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
-    return {stats.allocated_bytes[kAll].current, stats.allocated_bytes[kAll].peak, stats.reserved_bytes[kAll].current};
+    return {stats.allocated_bytes[kAll].current, stats.allocated_bytes[kAll].peak};
   } catch (const std::exception&) {
     return {};
   }

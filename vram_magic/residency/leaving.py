@@ -106,7 +106,7 @@ class Leaving:
     # ------------------------------------------------------------------------------------------------ copies
 
     def _copied(self, spans: list[Span]) -> dict[int, torch.Tensor]:
-        """Backs the spans by copies: by index of the span's record those in RAM; the others are in a spill file."""
+        """Backs the spans by copies: returned by id of the record are those in RAM; others are in a spill file."""
         in_ram: dict[int, torch.Tensor] = {}
         for span in spans if self.residency != "disk" else ():
             copy = self._copy_in_ram(span)
