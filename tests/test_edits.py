@@ -283,7 +283,6 @@ def test_only_what_was_edited_is_copied(mgr, tmp_path, nets):
     assert "two.weight" in handle.why()
 
 
-@pytest.mark.xfail(strict=True, reason="what once left edited is copied ever after, undone or not")
 def test_what_is_undone_after_it_left_and_came_back_is_clean_again(mgr, tmp_path, nets):
     net, twin = nets
     save_file(net.state_dict(), tmp_path / "net.safetensors")

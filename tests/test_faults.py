@@ -122,7 +122,7 @@ LEAVING = [
     Step(leaving, "versions"), Step(leaving.Leaving, "_safe"), Step(leaving.Leaving, "_copied"),
     Step(leaving.Leaving, "_digest"), Step(SpillStore, "write"), Step(SpillStore, "_check_disk"),
     Step(os, "posix_fallocate"), Step(os, "pwrite"), Step(os, "replace"), Step(leaving, "harmless"),
-    Step(leaving, "map_range"), Step(leaving, "replace"),
+    Step(leaving, "map_range"), Step(leaving, "replace"), Step(Records, "moved"),
 ]  # fmt: skip
 ARRIVING = [
     Step(arriving, "versions"), Step(arriving.Arriving, "_check_file"), Step(arriving, "was_written"),
@@ -153,20 +153,12 @@ def raising(error: type[BaseException]) -> Callable[[], None]:
     return fault
 
 
-TORN = {
-    ("Arriving._take_late_edits", 1), ("Arriving._take_late_edits", 3), ("Records.moved", 1), ("Records.moved", 3),
-}  # fmt: skip
+FAULTS = (OSError, KeyboardInterrupt)
 
 
 def cases(steps: list[Step], counts: list[tuple]) -> list:
     """Each step with each count (its last item is which call fails) and each kind of fault."""
-    torn = pytest.mark.xfail(strict=True, reason="a fault of our own books in mid block leaves the block half moved")
-    return [
-        pytest.param(step, *count, error, marks=[torn] if (repr(step), count[-1]) in TORN else [])
-        for step in steps
-        for count in counts
-        for error in (OSError, KeyboardInterrupt)
-    ]
+    return [pytest.param(step, *count, error) for step in steps for count in counts for error in FAULTS]
 
 
 def named(value: object) -> str:

@@ -39,6 +39,7 @@ from vram_magic.errors import UnknownModelError
 from vram_magic.models.compiled import CompiledCaller, CompiledCalls, compiled_module
 from vram_magic.models.execution import Carrier, ExecutionDevice, execution_device_of
 from vram_magic.models.suspended import SUSPENDED, hold
+from vram_magic.residency.leaves import has_wrappers
 
 if TYPE_CHECKING:
     from vram_magic.models.managed import ManagedModel
@@ -46,8 +47,10 @@ if TYPE_CHECKING:
 
 __all__ = ["EntryPoint", "EntryPoints"]
 
-# Saving reads the weights wherever they are: it needs no room.
-_READS_IN_PLACE = {"save_pretrained", "push_to_hub"}
+# Saving reads the weights wherever they are: it needs no room. Only wrappers (torchao) that were made for an
+# accelerator cannot be read while their parts lie elsewhere.
+_STATE_DICT = "state_dict"
+_READS = {"save_pretrained", "push_to_hub", _STATE_DICT}
 
 # Methods of torch's base class that hand their arguments on to `forward`.
 _CALL, _COMPILED_CALL, _COMPILE = "_call_impl", "_compiled_call_impl", "compile"
@@ -68,6 +71,7 @@ class EntryPoint:
         execution_device: torch.device | None = None,
     ) -> None:
         """``own``: what the instance has under the name; None where it is its class's."""
+        self._bring = name not in _READS or has_wrappers(thing, execution_device)
         function: Callable[..., Any] = getattr(type(thing), name) if own is None else own
         self._bound = self._own = own is not None
         if isinstance(own, types.MethodType) and own.__self__ is thing:
@@ -79,7 +83,7 @@ class EntryPoint:
         self._registry = registry
         self._model = model
         self._carrier: Carrier | None = None
-        if execution_device is not None and name not in _READS_IN_PLACE:
+        if execution_device is not None and name not in _READS:
             self._carrier = self._carrier_to(execution_device)
 
     def _carrier_to(self, device: torch.device) -> Carrier:
@@ -94,7 +98,7 @@ class EntryPoint:
             if thing is None:
                 raise self._gone()
             args = (thing, *args)
-        return self._leased(self._function, args, kwargs)
+        return self.leased(self._function, args, kwargs)
 
     def _gone(self) -> UnknownModelError:
         return UnknownModelError(
@@ -103,13 +107,14 @@ class EntryPoint:
             "Keep the model in a variable while you use its methods"
         )
 
-    def _leased(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def leased(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the function as if it were this method."""
         registry, model = self._registry, self._model
         # A traced call computes through the same code. Who calls the compiled code holds the lease: the entry in place
         # of what `compile` set, or `CompiledCaller`. Where the user compiled a function that calls us, nobody does.
         if torch.compiler.is_compiling() or registry.inside(model):
             return function(*args, **kwargs)
-        lease = registry.begin(model, bring=self._name not in _READS_IN_PLACE)
+        lease = registry.begin(model, bring=self._bring)
         try:
             result = function(*args, **kwargs) if self._carrier is None else self._carrier(function, args, kwargs)
         finally:
@@ -165,7 +170,7 @@ class _Compile(EntryPoint, CompiledCaller):
         return result
 
     def call_compiled(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._leased(call, args, kwargs)
+        return self.leased(call, args, kwargs)
 
 
 _OF_METHODS = {"__code__", "__defaults__", "__func__", "__globals__", "__kwdefaults__", "__self__"}
@@ -177,25 +182,32 @@ class _PlainCopies:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)
         self.entries = 0
+        self.read: Callable[..., Any] = _called
+        """Calls a function under what reading the weights needs."""
 
     @classmethod
-    def count(cls, module: torch.nn.Module, change: int) -> None:
+    def count(cls, module: torch.nn.Module, change: int) -> _PlainCopies | None:
         """It is there as long as any entry point of the module is."""
         copies = module.__dict__.get("__reduce_ex__")
         if copies is None:
             copies = module.__dict__["__reduce_ex__"] = cls(module)
-        if isinstance(copies, cls):  # else the user has one there
-            copies.entries += change
-            if copies.entries <= 0:
-                del module.__dict__["__reduce_ex__"]
+        if not isinstance(copies, cls):  # the user has one there
+            return None
+        copies.entries += change
+        if copies.entries <= 0:
+            del module.__dict__["__reduce_ex__"]
+        return copies
 
     def __call__(self, protocol: Any) -> Any:
         module: Any = self._module()
-        kind: Any = type(module)
-        parts = kind.__reduce_ex__(module, protocol)
+        parts = self.read(type(module).__reduce_ex__, (module, protocol), {})
         if not isinstance(parts, tuple) or len(parts) < 3 or not isinstance(parts[2], dict):
             return parts  # a class that reduces in its own way
         return (*parts[:2], dict(_without_entries(parts[2])), *parts[3:])
+
+
+def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
 
 
 def _without_entries(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -331,14 +343,19 @@ class EntryPoints:
         done: list[_Shadow] = []
         if isinstance(module, torch.jit.ScriptModule):
             return done  # its methods live in C++
-        for name in _names_to_shadow(module, out=out):
+        names = [*_names_to_shadow(module, out=out)]
+        if self._execution is not None and has_wrappers(module, self._execution.device):
+            names.append(_STATE_DICT)
+        for name in names:
             own = module.__dict__.get(name)
             if isinstance(own, EntryPoint):
                 continue  # watched by a model that shares the module
             entry = self._entry(module, name, own, model)
             if entry is not None:
                 module.__dict__[name] = entry
-                _PlainCopies.count(module, 1)
+                copies = _PlainCopies.count(module, 1)
+                if name == _STATE_DICT and copies is not None:
+                    copies.read = entry.leased
                 done.append(_Shadow(weakref.ref(module), name, weakref.ref(entry)))
         return done
 

@@ -19,7 +19,7 @@ from vram_magic.residency.checkpoint import WeightFile
 from vram_magic.residency.digest import Digesting, digest, digest_file
 from vram_magic.residency.mapping import was_written
 from vram_magic.residency.parts import Record
-from vram_magic.residency.records import Records
+from vram_magic.residency.records import Records, booked
 from vram_magic.residency.spans import Span
 from vram_magic.residency.swap import SHARED, busy, harmless, replace, versions
 
@@ -42,6 +42,7 @@ class _Fetched:
         self.versions: list[int] = []
         self.digest: int | None = None
         self.from_backing = False
+        self.late = False
 
 
 class Arriving:
@@ -147,21 +148,29 @@ class Arriving:
     # ----------------------------------------------------------------------------------------------- arriving
 
     def _arrive(self, item: _Fetched, deadline: float) -> int:
-        span, record = item.span, self._records[item.span]
+        span = item.span
         if not self._replaced(item, deadline):
             self._device.freed(span.nbytes)
             if self._device.is_host:
                 return 0  # someone computes with the mapping; it gives the right values where it is
             raise _in_use(span)
+        try:
+            booked(lambda: self._settle(item))
+        finally:
+            del item.memory  # whoever keeps the traceback would share the weight's memory
+        return span.nbytes
+
+    def _settle(self, item: _Fetched) -> None:
+        """Writes down that the span lies over its new memory."""
+        span, record = item.span, self._records[item.span]
         self._take_late_edits(item)
+        self._records.moved(span, item.memory, owned=True)
         if not item.from_backing:
             changed = record.digest is not None and record.digest != item.digest
             record.edited |= changed and record.origin is not None
             record.file = None
         record.digest = item.digest if item.from_backing else None
         record.stand_in = record.share = None
-        self._records.moved(span, item.memory, owned=True)
-        return span.nbytes
 
     def _replaced(self, item: _Fetched, deadline: float) -> bool:
         span, fresh = item.span, item.span.retarget(item.memory)
@@ -186,7 +195,8 @@ class Arriving:
             return
         if digest([span.bytes]) == item.digest:
             return
-        if digest(self._device.read(item.memory)) == item.digest:
+        if item.late or digest(self._device.read(item.memory)) == item.digest:
+            item.late = True  # a write that failed half way must not look like somebody else's
             self._device.write(item.memory, Digesting().from_ram(span.bytes))
         item.digest, item.from_backing = None, False
 

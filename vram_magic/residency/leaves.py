@@ -10,11 +10,12 @@ A wrapper is asked of its parts by ``__tensor_flatten__``, the protocol of torch
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["PLAIN_TYPES", "has_own_memory", "leaves_of"]
+__all__ = ["PLAIN_TYPES", "has_own_memory", "has_wrappers", "leaves_of"]
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -27,6 +28,17 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
     if kind in PLAIN_TYPES:
         return True
     return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def has_wrappers(thing: object, device: torch.device | None) -> bool:
+    """Whether a module has weights that cannot be read while their parts are elsewhere: made for an accelerator."""
+    if device is None or device.type == "cpu" or not isinstance(thing, torch.nn.Module):
+        return False
+    return any(_is_wrapper(tensor) for tensor in chain(thing.parameters(), thing.buffers()))
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    return not has_own_memory(tensor) and is_traceable_wrapper_subclass(tensor)
 
 
 def leaves_of(
@@ -42,8 +54,8 @@ def leaves_of(
         return
     first = id(tensor) not in seen
     seen.add(id(tensor))
-    if not has_own_memory(tensor) and is_traceable_wrapper_subclass(tensor) and tensor.device == device:
-        for attribute in tensor.__tensor_flatten__()[0] if first else ():
+    if _is_wrapper(tensor) and tensor.device == device:
+        for attribute in tensor.__tensor_flatten__()[0] if first else ():  # type: ignore[attr-defined]
             yield from leaves_of(f"{name}.{attribute}", getattr(tensor, attribute), device, seen)
         return
     yield name, tensor

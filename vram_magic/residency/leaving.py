@@ -19,7 +19,7 @@ from vram_magic.devices.host import HostMemory, memory_at, read_ram
 from vram_magic.residency.digest import Digesting, digest, digest_file
 from vram_magic.residency.mapping import bury, map_range
 from vram_magic.residency.parts import Record
-from vram_magic.residency.records import Records
+from vram_magic.residency.records import Records, booked
 from vram_magic.residency.spans import Span
 from vram_magic.residency.spill import SpillStore
 from vram_magic.residency.swap import busy, harmless, put_back, replace, versions
@@ -61,7 +61,9 @@ class Leaving:
             self._undo(moved)
             self._drop_copies(spans)
             return 0, reason
-        return sum(self._let_go(*entry) for entry in moved), ""
+        freed = sum(span.nbytes for span, *_ in moved)
+        booked(lambda: self._let_go(moved))
+        return freed, ""
 
     def doubtful(self, spans: list[Span]) -> str:
         """Why not all of the spans are safe in their own file, naming the first; empty when they are.
@@ -78,7 +80,7 @@ class Leaving:
     def backed(self, span: Span) -> bool:
         """Whether the record's backing holds (or is about to be proven to hold) the span's bytes."""
         record = self._records[span]
-        if record.file is None and (record.origin is None or record.edited):
+        if record.file is None and record.origin is None:
             return False
         now = self._digest(span)
         if record.file is None or (record.spilled and self.residency != "host"):
@@ -94,14 +96,15 @@ class Leaving:
         return digest(self._device.read(span.raw()))
 
     def _prove_origin(self, record: Record, now: int) -> None:
-        """Makes the origin the backing if it holds these very bytes."""
+        """Makes the origin the backing if it holds these very bytes, also once an edit was undone."""
         origin = record.origin
-        if origin is None or record.edited or not origin.file.unchanged():
+        if origin is None or not origin.file.unchanged():
             return
-        if digest_file(origin.file, origin.offset, record.nbytes) == now:
+        if record.origin_digest is None:
+            record.origin_digest = digest_file(origin.file, origin.offset, record.nbytes)
+        record.edited = record.origin_digest != now
+        if not record.edited:
             record.file, record.offset, record.digest = origin.file, origin.offset, now
-        else:
-            record.edited = True
 
     # ------------------------------------------------------------------------------------------------ copies
 
@@ -175,10 +178,12 @@ class Leaving:
         # Nobody but us can reach the old memory any more, so what it holds is the last word.
         return _EDITED if any(self._digest(span) != record.digest for span, record, _ in moved) else ""
 
-    def _let_go(self, span: Span, record: Record, stand_in: torch.Tensor) -> int:
-        record.stand_in = stand_in
-        self._records.moved(span, stand_in, owned=False)
-        return record.nbytes
+    def _let_go(self, moved: list[tuple[Span, Record, torch.Tensor]]) -> None:
+        while moved:
+            span, record, stand_in = moved[-1]
+            record.stand_in = stand_in
+            self._records.moved(span, stand_in, owned=False)
+            moved.pop()
 
     def _undo(self, moved: Iterable[tuple[Span, Record, torch.Tensor]]) -> None:
         """All is put back; what was written to a stand-in meanwhile comes along."""

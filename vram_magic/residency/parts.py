@@ -24,6 +24,8 @@ class Record:
 
     nbytes: int
     origin: TensorRange | None = None
+    origin_digest: int | None = None
+    """The hash of what the origin holds: its file is refused once it has changed, so it is read for this once."""
     file: WeightFile | None = None
     offset: int = 0
     digest: int | None = None

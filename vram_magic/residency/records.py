@@ -7,8 +7,9 @@ Sizes are bytes. Lock: none of its own; the manager lets one thread at a time lo
 
 from __future__ import annotations
 
+import traceback
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 
 import torch
 
@@ -17,7 +18,20 @@ from vram_magic.residency.checkpoint import TensorRange, torch_dtype_name
 from vram_magic.residency.parts import Key, Record
 from vram_magic.residency.spans import Span
 
-__all__ = ["Records"]
+__all__ = ["Records", "booked"]
+
+
+def booked(step: Callable[[], None]) -> None:
+    """Runs a step that only writes down what has happened, so that a fault in it does not leave that untold.
+
+    It is done once more then, and the fault is raised all the same. The step must bear being begun twice.
+    """
+    try:
+        step()
+    except BaseException as fault:
+        traceback.clear_frames(fault.__traceback__)  # they hold memory, which would look like its being used
+        step()
+        raise
 
 
 class Records:
@@ -69,10 +83,11 @@ class Records:
     def moved(self, span: Span, memory: torch.Tensor, *, owned: bool) -> None:
         """Told after a span's tensors lie over ``memory``: lists its record under the new key."""
         record, before = self._own[span.key], span.key
+        self._remember((memory.untyped_storage()._cdata, 0), record)
         span.moved_to(memory, owned=owned)
-        self._own.pop(before, None)
-        self._shared.pop(before, None)
-        self._remember(span.key, record)
+        if before != span.key:  # else begun once before (`booked`)
+            self._own.pop(before, None)
+            self._shared.pop(before, None)
         if owned:
             record.counted = True  # `allocate` has counted it
         else:
