@@ -31,6 +31,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from vram_magic.models import execution
 from vram_magic.models.entry import EntryPoints
+from vram_magic.models.working import Working
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,6 +47,7 @@ class Model:
     """A managed model, as entry points know it."""
 
     name, complete, forgotten = "model", True, False
+    working = Working()
 
 
 class Register:
@@ -490,11 +492,11 @@ def test_a_method_that_the_user_wraps_and_puts_back_is_called_once_for_each(acce
 
 def test_a_child_that_is_a_model_of_its_own_brings_its_inputs_along(accelerator, manage):
     net = Net()
-    net.encoder, net.layer = Named(), Net()
+    net.encoder, net.layer = Named(), nn.Identity()
     entries = manage(net)
     x = torch.zeros(3)
     assert net.encoder(x).device == CUDA
-    assert net.layer(x) is x  # while everything is there, only such children are shadowed
+    assert net.layer(x) is x  # while everything is there, single layers are not shadowed
     entries.remove()
     assert net.encoder(x) is x
 

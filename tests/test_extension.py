@@ -273,7 +273,7 @@ def test_in_a_kernel_the_panel_reaches_the_browser_while_a_cell_runs():
         assert view["text/plain"].startswith("<vram_magic panel")
         cell = "import time, vram_magic as vm; net = nn.Linear(9, 9); vm.manager().register('net', net); time.sleep(2)"
         sent = [m["content"]["data"].get("state", {}) for m in messages(client, cell) if m["msg_type"] == "comm_msg"]
-        assert any("net</td>" in state.get("value", "") for state in sent)
+        assert any(row[0] == "net" for state in sent for row in state.get("state", {}).get("models", []))
         assert len(sent) <= 3  # nothing is sent while nothing changes
     finally:
         client.stop_channels()

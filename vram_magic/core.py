@@ -8,6 +8,7 @@ only with the lock given away.
 from __future__ import annotations
 
 import functools
+import time
 from dataclasses import dataclass, field
 
 from torch import OutOfMemoryError
@@ -15,9 +16,10 @@ from torch import OutOfMemoryError
 from vram_magic.decision import Room, extra_bytes
 from vram_magic.devices.base import Device
 from vram_magic.errors import ModelInUseError, VRAMError
-from vram_magic.journal import Journal
+from vram_magic.journal import Arrival, Journal
 from vram_magic.models.managed import EngineModel, ManagedModel, TorchModel
 from vram_magic.oom import VRAMOutOfMemoryError
+from vram_magic.peaks import Peaks
 from vram_magic.policy import Request
 from vram_magic.reclaim import Reclaimer
 from vram_magic.registry import Registry
@@ -39,6 +41,7 @@ class Core:
     last_error: VRAMOutOfMemoryError | None = None
 
     def __post_init__(self) -> None:
+        self.peaks = Peaks(self.device.meter)
         self.registry = Registry(self.workers, self.bring)
         self.reclaimer = Reclaimer(self.registry, self.device, self.journal)
 
@@ -93,11 +96,13 @@ class Core:
             room = self.room(request, required=model, flushed=attempt > 0)
             try:
                 assert room.reservation is not None  # noqa: S101  a room without an error has one
+                begun = time.perf_counter()
                 model.load(room.reservation)
             except OutOfMemoryError as error:
                 if isinstance(error, VRAMOutOfMemoryError) or attempt == _LOAD_ATTEMPTS - 1:
                     raise
             else:
+                self.journal.arrivals.append(Arrival(model.name, missing, 1000 * (time.perf_counter() - begun)))
                 return
             finally:
                 room.release()

@@ -20,7 +20,7 @@ _STATES = {
 
 def why(model: ManagedModel, journal: Journal) -> str:
     """One screen of text."""
-    lines = [_where(model), _marks(model)]
+    lines = [_where(model), _marks(model), _working(model)]
     if isinstance(model, TorchModel):
         lines += _weights(model)
     lines += _history(model.name, journal)
@@ -48,8 +48,14 @@ def _marks(model: ManagedModel) -> str:
     return "; ".join(marks) + "."
 
 
+def _working(model: ManagedModel) -> str:
+    return f"Its calls took up to {format_size(model.working.bytes)} beside the weights." if model.working.bytes else ""
+
+
 def _weights(model: TorchModel) -> list[str]:
     figures = model.body.figures
+    if not figures.total_bytes:
+        return ["It shows no weights. A frozen TorchScript module has some all the same, of a size that is unknown."]
     present, count = model.blocks
     lines = [f"Blocks on the device: {present} of {count}.", _elsewhere(figures)]
     lines += [

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
-__all__ = ["Journal", "Record", "StepTaken"]
+__all__ = ["Arrival", "Journal", "Record", "StepTaken"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,27 @@ class Record:
         return f"{self.asked_by or 'unknown'}: {needed}; left: {left}{why}{stayed}"
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Weights that came to the device. Nobody decided it, so it is no `Record`."""
+
+    model: str
+    bytes: int
+    ms: float
+    time: float = field(default_factory=now)
+
+    def __str__(self) -> str:
+        speed = f", {self.bytes / 1e3 / self.ms:.0f} MB/s" if self.ms else ""
+        return f"{self.model} {format_size(self.bytes)} ({self.ms:.0f} ms{speed})"
+
+
 class Journal(Sequence[Record]):
     """The last `maxlen` records, oldest first."""
 
     def __init__(self, maxlen: int = 1000) -> None:
         self._records: deque[Record] = deque(maxlen=maxlen)
+        self.arrivals: deque[Arrival] = deque(maxlen=maxlen)
+        """What came to the device, oldest first; iterate over a ``copy()``."""
 
     def append(self, record: Record) -> None:
         """Adds a record, from any thread; the oldest goes when the journal is full."""

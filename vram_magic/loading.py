@@ -19,6 +19,7 @@ from vram_magic.models.entry import EntryPoints
 from vram_magic.models.managed import ManagedModel, TorchModel
 from vram_magic.models.roots import origins_of, roots_of
 from vram_magic.models.sources import Source, resolve
+from vram_magic.models.working import Working
 from vram_magic.oom import VRAMOutOfMemoryError
 from vram_magic.residency.body import Body
 from vram_magic.residency.parts import Key, Record
@@ -91,6 +92,7 @@ class Loading:
         entries = EntryPoints(core.registry, [module for _, module in roots], execution_device, thing)
         model = TorchModel(name, thing, body, entries, core.workers, when_gone=core.registry.gone.append)
         model.rank, model.tier, model.residency = wishes.rank, wishes.tier, wishes.residency
+        model.working = Working(core.peaks, core.journal)
         model.pinned, model.workspace = wishes.pinned, wishes.workspace
         return model
 
@@ -109,7 +111,7 @@ class Loading:
         thing = self._built(name, found)
         with self._replacing(name, thing):
             model = self.register(name, thing, wishes, found.folder)
-            model.key = found.key
+            model.key, model.source, model.dtype = found.key, _named(source) if into is None else None, dtype
             self._processors[model] = functools.cache(found.processor or _nothing)
             try:
                 if not lazy:
@@ -171,6 +173,14 @@ class Loading:
     def processor_of(self, model: ManagedModel) -> Any:
         """The tokenizer or processor of the model's folder, or None."""
         return self._processors.get(model, _nothing)()
+
+
+def _named(source: object) -> str | None:
+    """The path or hub id by which another kernel finds the source; None where it is an object or a builder."""
+    if not isinstance(source, str | Path):
+        return None
+    path = Path(source).expanduser()
+    return str(path.absolute()) if path.exists() else str(source)
 
 
 def _nothing() -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vram_magic.devices.base import Outside
     from vram_magic.guard.native import NativeGuard
     from vram_magic.loading import Loading
+    from vram_magic.peaks import Peaks
 
 __all__ = ["ModelSlot", "VRAMManager", "manager"]
 
@@ -167,6 +168,11 @@ class VRAMManager:
         return freed
 
     @property
+    def budget_setting(self) -> int | str:
+        """What the budget was set to: bytes, or ``"auto"``."""
+        return self._core.device.budget_setting
+
+    @property
     def used_bytes(self) -> int:
         """What torch has allocated on the device now, and the declared sizes of loaded outside engines."""
         return self._core.device.meter.live_bytes
@@ -179,10 +185,15 @@ class VRAMManager:
     @property
     def peak_bytes(self) -> int:
         """The highest `used_bytes` since `reset_peak`."""
-        return self._core.device.meter.peak_bytes
+        return self._core.peaks.peak_bytes
+
+    @property
+    def peaks(self) -> Peaks:
+        """Peaks of other spans of time: ``lap = mgr.peaks.begin()``, then ``mgr.peaks.end(lap)`` in bytes."""
+        return self._core.peaks
 
     def reset_peak(self) -> None:
-        self._core.device.meter.reset_peak()
+        self._core.peaks.reset()
 
     def outside(self, *, processes: bool = False) -> Outside | None:
         """What the driver says of the whole device, or None on the CPU; with ``processes`` those of others by name."""

@@ -61,6 +61,9 @@ class Meter(Protocol):
         """What the reservation that this thread draws on still holds."""
 
     def reset_peak(self) -> None: ...
+    def start_lap(self) -> int:
+        """Starts a new peak too, unseen by others who read the allocator's; returns the one until now."""
+
     def reserve(self, size_bytes: int) -> Reservation | None:
         """Takes the bytes out of the free room at once, or returns None."""
 
@@ -120,6 +123,11 @@ class LedgerMeter:
 
     def reset_peak(self) -> None:
         self._peak = self._live
+
+    def start_lap(self) -> int:
+        with self._lock:
+            peak, self._peak = self._peak, self._live
+        return peak
 
     def reserve(self, size_bytes: int) -> Reservation | None:
         with self._lock:
@@ -207,6 +215,10 @@ class MeasuredMeter:
 
     def reset_peak(self) -> None:
         self._peak = 0
+
+    def start_lap(self) -> int:
+        peak, self._peak = self.peak_bytes, 0
+        return peak
 
     def reserve(self, size_bytes: int) -> Reservation | None:
         with self._lock:

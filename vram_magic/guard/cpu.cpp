@@ -162,6 +162,7 @@ int64_t vm_live(int) { return live(); }
 int64_t vm_committed(int) { return committed; }
 int64_t vm_peak(int) { return peak; }
 void vm_reset_peak(int) { peak = live(); }
+int64_t vm_start_lap(int) { return peak.exchange(live()); }
 
 // Takes n bytes of the free room, or returns null.
 Reservation* vm_reserve(int, int64_t n) {

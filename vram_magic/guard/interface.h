@@ -12,14 +12,26 @@
 
 namespace {
 
+// The allocator's own peak where it is one of our time; else the most that was seen.
+int64_t peak_of(Ledger& ledger) {
+  ledger.glance();
+  int64_t theirs = figures(ledger).peak;
+  ledger.known_peak = std::min(ledger.known_peak, theirs);  // somebody else may have reset it
+  return std::max(ledger.top.load(), theirs > ledger.known_peak ? theirs : 0);
+}
+
+void start_peak(Ledger& ledger) {
+  ledger.known_peak = figures(ledger).peak;
+  ledger.top = 0;
+  ledger.glance();
+}
+
 // Begins to limit the device.
 void limit(int index) {
   Ledger& ledger = ledgers[index];
   std::lock_guard<std::mutex> hold(ledger.mutex);
   ledger.headroom = 0;
-  ledger.known_peak = figures(ledger).peak;
-  ledger.top = 0;
-  ledger.top = ledger.glance().live;
+  start_peak(ledger);
   ledger.limited = true;
 }
 
@@ -61,14 +73,18 @@ int64_t vm_committed(int index) {
   return now.live + now.held + now.inflight;
 }
 int64_t vm_calls(int index) { return ledgers[index].calls; }
-// The allocator's own peak where it is one of our time; else the most that was seen.
 int64_t vm_peak(int index) {
   Ledger& ledger = ledgers[index];
   std::lock_guard<std::mutex> hold(ledger.mutex);
-  ledger.glance();
-  int64_t theirs = figures(ledger).peak;
-  ledger.known_peak = std::min(ledger.known_peak, theirs);  // somebody else may have reset it
-  return std::max(ledger.top.load(), theirs > ledger.known_peak ? theirs : 0);
+  return peak_of(ledger);
+}
+// Starts a new peak without touching the allocator's own, which others may read.
+int64_t vm_start_lap(int index) {
+  Ledger& ledger = ledgers[index];
+  std::lock_guard<std::mutex> hold(ledger.mutex);
+  int64_t peak = peak_of(ledger);
+  start_peak(ledger);
+  return peak;
 }
 void vm_reset_peak(int index) {
   Ledger& ledger = ledgers[index];
@@ -78,9 +94,7 @@ void vm_reset_peak(int index) {
     if (from && !forked.load() && from->initialized()) from->resetPeakStats(static_cast<c10::DeviceIndex>(index));
   } catch (const std::exception&) {  // then the peak is the most that was seen
   }
-  ledger.known_peak = figures(ledger).peak;
-  ledger.top = 0;
-  ledger.glance();
+  start_peak(ledger);
 }
 
 // Takes n bytes of the free room, or returns null.

@@ -80,6 +80,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "vm_committed": (_int64, [_int]),
     "vm_peak": (_int64, [_int]),
     "vm_reset_peak": (None, [_int]),
+    "vm_start_lap": (_int64, [_int]),
     "vm_asks": (_int64, [_int]),
     "vm_oom_asks": (_int64, [_int]),
     "vm_reserve": (_pointer, [_int, _int64]),
@@ -268,6 +269,10 @@ class NativeGuard:
     def reset_peak(self) -> None:
         """Starts a new peak; the accelerator allocator's own, which others may read, is reset too."""
         self._library.vm_reset_peak(self._index)
+
+    def start_lap(self) -> int:
+        """Starts a new peak and leaves the allocator's own alone; returns the one until now."""
+        return int(self._library.vm_start_lap(self._index))
 
     # --------------------------------------------------------------------------------------------------- room
 

@@ -3,10 +3,10 @@
 A model is called through many doors: ``model(x)``, ``generate``, ``encode``, a child module. Each public method of the
 managed modules is shadowed by an `EntryPoint` in the instance's ``__dict__``, as accelerate does with ``forward``. What
 was tried and fails: replacing ``__class__`` (libraries compare it), forward hooks (they cost torch's fast paths, and
-see ``forward`` only), hooks on every child (12 % on a small model). So children are shadowed only while some block is
-out; while everything is there, a call costs one entry at the root. On an accelerator, children that are models of their
-own (they name their device: a text encoder, say) are shadowed always, since people call them with inputs made for
-where they last saw the weights.
+see ``forward`` only), hooks on every child (12 % on a small model). So all children are shadowed only while some block
+is out; while everything is there, only the root and its branches (an encoder, a decoder) are. On an accelerator,
+children that are models of their own (they name their device: a text encoder, say) are shadowed always, since people
+call them with inputs made for where they last saw the weights.
 
 ``forward`` is too late where something runs before it: hooks, which may read weights, and compiled code, which is made
 for the weights as it finds them. So modules with hooks have an entry point in place of ``_call_impl``, which runs the
@@ -114,11 +114,13 @@ class EntryPoint:
         # of what `compile` set, or `CompiledCaller`. Where the user compiled a function that calls us, nobody does.
         if torch.compiler.is_compiling() or registry.inside(model):
             return function(*args, **kwargs)
-        lease = registry.begin(model, bring=self._bring)
+        lease, begun = registry.begin(model, bring=self._bring), None
         try:
+            begun = model.working.begin()
             result = function(*args, **kwargs) if self._carrier is None else self._carrier(function, args, kwargs)
         finally:
             registry.end(lease)
+            model.working.end(begun)
         if isinstance(result, SUSPENDED):
             return hold(registry, model, result)
         return result
@@ -278,7 +280,7 @@ class EntryPoints:
         with _lock:
             self._compiled_calls.watch()
             roots = self._living()
-            for module in [*roots, *self._announced(roots)]:
+            for module in [*roots, *self._branches(roots), *self._announced(roots)]:
                 self._always += self._shadow(module, model)
 
     def watch_children(self, model: ManagedModel) -> None:
@@ -322,6 +324,12 @@ class EntryPoints:
             if self._while_out:
                 self._watch_all(model)
 
+    @staticmethod
+    def _branches(roots: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """The roots' children that people call by themselves. Not torch's own single layers: it would cost too much."""
+        children = [child for root in roots for child in root.children()]
+        return [child for child in children if not _is_torchs(type(child)) or next(child.children(), None) is not None]
+
     def _announced(self, roots: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """The modules whose ``device`` now names the execution device, the object's own too; none on the CPU."""
         if self._execution is None:
@@ -341,8 +349,6 @@ class EntryPoints:
 
     def _shadow(self, module: torch.nn.Module, model: ManagedModel, *, out: bool = False) -> list[_Shadow]:
         done: list[_Shadow] = []
-        if isinstance(module, torch.jit.ScriptModule):
-            return done  # its methods live in C++
         names = [*_names_to_shadow(module, out=out)]
         if self._execution is not None and has_wrappers(module, self._execution.device):
             names.append(_STATE_DICT)
@@ -379,6 +385,9 @@ def _weakly(thing: object) -> Callable[[], object]:
 
 def _names_to_shadow(module: torch.nn.Module, *, out: bool) -> Iterator[str]:
     """``out``: while some block is out, or about to leave."""
+    if isinstance(module, torch.jit.ScriptModule):
+        yield from (_CALL, *_scripted_methods(module))
+        return
     yield from _public_methods(type(module))  # type: ignore[arg-type]
     yield _COMPILE
     if out or module._forward_pre_hooks or module._forward_hooks:  # noqa: SLF001
@@ -387,12 +396,21 @@ def _names_to_shadow(module: torch.nn.Module, *, out: bool) -> Iterator[str]:
         yield _COMPILED_CALL
 
 
+def _scripted_methods(module: Any) -> list[str]:
+    """Their names. They live in C++; Python keeps each in the instance once it was asked for."""
+    return [name for name in module._c._method_names() if hasattr(module, name)]  # noqa: SLF001  has no public name
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.")
+
+
 @functools.lru_cache(maxsize=4096)
 def _public_methods(kind: type) -> tuple[str, ...]:
     """Names of the methods that compute: the class's own and inherited ones, without those of torch's base class."""
     names = {"forward"}
     for base in kind.__mro__:
-        if base.__module__.startswith("torch.nn.") or base is object:
+        if _is_torchs(base) or base is object:
             continue
         names |= {name for name, value in vars(base).items() if isinstance(value, types.FunctionType)}
     inherited = set(dir(torch.nn.Module)) - {"forward"}

@@ -8,6 +8,7 @@ models, and who leaves before whom.
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vram_magic.devices.meter import Reservation
+from vram_magic.models.working import Working
 from vram_magic.workers import Workers, settled
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ class ManagedModel(ABC):
         """The rank's name; None for a bare priority."""
         self.residency = "auto"
         self.pinned = False
+        self.used_at = 0.0
+        """When ``last_used`` was set, in Unix seconds: for people only, since a clock may be turned back."""
         self.last_used = 0
         self.leases: set[Lease] = set()
         self.moving = ""
@@ -72,8 +76,19 @@ class ManagedModel(ABC):
         """The thread that has set the mark."""
         self.forgotten = False
         self.workspace: Callable[[], Any] | None = None
+        self.working = Working()
+        """What its calls take beside the weights."""
         self.key: object = None
         """What tells a second load of the same source."""
+
+    @property
+    def last_used(self) -> int:
+        """A tick of the registry's clock."""
+        return self._last_used
+
+    @last_used.setter
+    def last_used(self, tick: int) -> None:
+        self._last_used, self.used_at = tick, time.time()
 
     @property
     @abstractmethod
@@ -99,6 +114,16 @@ class ManagedModel(ABC):
     @abstractmethod
     def blocks(self) -> tuple[int, int]:
         """(blocks whole on the device, blocks in all), as of the last look."""
+
+    @property
+    @abstractmethod
+    def block_homes(self) -> tuple[str, ...]:
+        """Where each block is, as of the last look: ``"device"``, ``"host"`` or ``"disk"``."""
+
+    @property
+    def leaving_blocks(self) -> int:
+        """How many blocks some thread moves out just now."""
+        return 0
 
     @property
     def demoted(self) -> bool:
@@ -147,6 +172,11 @@ class TorchModel(ManagedModel):
         self.body = body
         self._entries = entries
         self._workers = workers
+        self.source: str | None = None
+        """The path or hub id that it was loaded from; None for what was built by code."""
+        self.dtype: str | None = None
+        """What was asked for at loading."""
+        self._leaving_blocks = 0
         self._finalizer: weakref.finalize[..., object] | None = None
         try:
             self._thing: Callable[[], object | None] = weakref.ref(thing)
@@ -190,6 +220,14 @@ class TorchModel(ManagedModel):
         sizes = self.body.figures.blocks
         return sum(resident == total for total, resident in sizes), len(sizes)
 
+    @property
+    def block_homes(self) -> tuple[str, ...]:
+        return self.body.homes
+
+    @property
+    def leaving_blocks(self) -> int:
+        return self._leaving_blocks
+
     def candidates(self, *, proven: bool = False, may_rest: bool = False, asked: bool = False) -> Candidates:
         found = Candidates()
         for block in self.body.look_for_idle(may_rest=may_rest):
@@ -214,7 +252,11 @@ class TorchModel(ManagedModel):
     def evict(self, parts: list[Block], *, only_proven: bool = False, may_rest: bool = False) -> tuple[int, str]:
         # Children are watched before the first weight leaves: a call that comes in between must wait for us.
         self._entries.watch_children(self)
-        freed, stayed = self.body.evict(parts, only_proven=only_proven, may_rest=may_rest, residency=self.residency)
+        self._leaving_blocks = len(parts)
+        try:
+            freed, stayed = self.body.evict(parts, only_proven=only_proven, may_rest=may_rest, residency=self.residency)
+        finally:
+            self._leaving_blocks = 0
         self._sync_entries()
         return freed, stayed[0] if stayed else ""
 
@@ -272,6 +314,10 @@ class EngineModel(ManagedModel):
     @property
     def blocks(self) -> tuple[int, int]:
         return int(self._loaded), 1
+
+    @property
+    def block_homes(self) -> tuple[str, ...]:
+        return (self.state,)
 
     def candidates(  # an engine has no frames
         self,

@@ -7,18 +7,22 @@ Sizes are bytes, shown as text. Takes no lock; refuses to know how anything is d
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from IPython.core.error import UsageError
+from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 import vram_magic
 from vram_magic.errors import ModelInUseError
 from vram_magic.notebook.arguments import Arguments
+from vram_magic.notebook.kept import restore, save
 from vram_magic.notebook.panel import close_panel, open_panel
 from vram_magic.notebook.progress import progress
 from vram_magic.notebook.report import Report
+from vram_magic.notebook.story import log_lines, stories_of
 from vram_magic.policy import RESIDENCIES
 from vram_magic.sizes import format_size, parse_size
 
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS", "run"]
 
-_LOGGED = 10  # records
+_LOGGED = 10  # cells and decisions
 
 
 class Command:
@@ -51,8 +55,6 @@ def run(line: str) -> None:
     """One line after ``%vram``."""
     word, _, rest = line.strip().rstrip(";").partition(" ")
     word = {"--help": "help", "-h": "help"}.get(word, word)
-    if word == "doctor":
-        raise UsageError("%vram doctor is not there yet")
     if word not in COMMANDS:
         raise UsageError(f"there is no %vram {word}; %vram help lists what there is")
     COMMANDS[word].run(rest)
@@ -150,14 +152,35 @@ def _log(arguments: Arguments) -> None:
     count = arguments.whole_number("-n")
     arguments.exactly()
     count = _LOGGED if count is None else max(count, 0)
-    records = list(vram_magic.manager().journal)
-    records = records[len(records) - min(count, len(records)) :]
-    print("\n".join(map(str, records)) or "nothing had to be decided yet")
+    lines = log_lines(vram_magic.manager().journal, stories_of(get_ipython()), count)
+    print("\n".join(lines) or "nothing had to be decided yet")
 
 
 def _why(arguments: Arguments) -> None:
     (name,) = arguments.exactly("NAME")
     print(vram_magic.manager()[name].why())
+
+
+def _save(arguments: Arguments) -> None:
+    (path,) = arguments.exactly("FILE")
+    print(save(vram_magic.manager(), os.path.expanduser(path)))
+
+
+def _restore(arguments: Arguments) -> None:
+    (path,) = arguments.exactly("FILE")
+    shell = get_ipython()
+    assert shell is not None  # noqa: S101  a magic runs in one
+    print(restore(shell, vram_magic.manager(), os.path.expanduser(path)))
+
+
+def _doctor(arguments: Arguments) -> None:
+    wants_free = arguments.flag("--free")
+    arguments.exactly()
+    from vram_magic.notebook.doctor import examine, let_go_of_what_is_safe  # here: it needs torch
+
+    shell, manager = get_ipython(), vram_magic.manager()
+    assert shell is not None  # noqa: S101  a magic runs in one
+    print(let_go_of_what_is_safe(shell, manager) if wants_free else examine(shell, manager))
 
 
 def _panel(arguments: Arguments) -> None:
@@ -182,8 +205,13 @@ COMMANDS = {
         "residency NAME R", "where it goes when it must leave: auto, device, host or disk", _residency
     ),
     "plan": Command("plan SIZE [--tier T]", "what would leave for that much room; moves nothing", _plan),
-    "log": Command("log [-n N]", "the last decisions, with their reasons", _log),
+    "log": Command("log [-n N]", "what happened in the last cells: use, who left, who came, and why", _log),
     "why": Command("why NAME", "why this model is where it is", _why),
+    "doctor": Command(
+        "doctor [--free]", "what holds memory that no model owns; --free lets go of what is safe", _doctor
+    ),
+    "save": Command("save FILE", "write down which models there are, without their weights", _save),
+    "restore": Command("restore FILE", "bring them back in another kernel, each loaded at its first use", _restore),
     "panel": Command("panel [--close]", "a live report", _panel),
     "help": Command("help", "this list", _help),
 }

@@ -1,9 +1,9 @@
-"""What happens around a cell: one line under it when it made a model leave.
+"""What happens around a cell: one line under it when it made a model leave, and what a failed one left is swept away.
 
-A `CellWatch` owns the two callbacks and the place in the journal where the cell began. A callback never raises, since
+A `CellWatch` owns the two callbacks and the stories of the shell's cells. A callback never raises, since
 IPython would print a block under every cell; it does nothing measurable while there is no manager; and neither relies
-on the other having run, since IPython skips the first one for empty cells. It keeps a record of the journal, never a
-manager or a model. Takes no lock. Refuses to know who decides, and why.
+on the other having run, since IPython skips the first one for empty cells. It keeps no manager and no model. Takes no
+lock. Refuses to know who decides, and why.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from vram_magic.notebook.current import open_manager
 from vram_magic.notebook.report import shortened
+from vram_magic.notebook.story import Stories
 from vram_magic.sizes import format_size
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from vram_magic.journal import Journal, Record
+    from vram_magic.journal import Record
+    from vram_magic.notebook.debris import Debris
     from vram_magic.notebook.failures import ShortFailures
 
 __all__ = ["CellWatch", "departures"]
@@ -41,11 +43,11 @@ def _never_raises(callback: Callable[..., None]) -> Callable[..., None]:
 class CellWatch:
     """The callbacks of one shell."""
 
-    def __init__(self, shell: InteractiveShell, failures: ShortFailures) -> None:
+    def __init__(self, shell: InteractiveShell, failures: ShortFailures, debris: Debris) -> None:
         self._shell = shell
         self._failures = failures
-        self._last: Record | None = None
-        """The last record that is not this cell's."""
+        self._debris = debris
+        self.stories = Stories()
 
     def attach(self) -> None:
         """Registers both callbacks."""
@@ -58,35 +60,23 @@ class CellWatch:
         self._shell.events.unregister("post_run_cell", self.after)
 
     @_never_raises
-    def before(self, _info: object) -> None:
-        """Remembers where the journal is."""
+    def before(self, info: Any) -> None:
+        """Sweeps up after a cell that ran out of memory, and begins the cell's story."""
         if (manager := open_manager()) is not None:
+            if self._debris.waits and (line := self._debris.sweep(info.raw_cell, manager)):
+                print(line)  # noqa: T201  unasked, as it may change what the cell can do
             self._failures.install()
-            self._last = _end_of(manager.journal)
+            self.stories.begin(manager)
 
     @_never_raises
-    def after(self, _result: object) -> None:
+    def after(self, result: object) -> None:
         """Tells who left since."""
         if (manager := open_manager()) is None:
             return
-        new = _since(manager.journal, self._last)
-        self._last = _end_of(manager.journal)
-        if line := departures(new):
-            print(line)  # noqa: T201  the one line that is printed unasked
-
-
-def _end_of(journal: Journal) -> Record | None:
-    return journal[-1] if len(journal) else None
-
-
-def _since(journal: Journal, last: Record | None) -> list[Record]:
-    """The records after that one; all of them, when it is not there any more."""
-    new = []
-    for record in reversed(journal):
-        if record is last:
-            break
-        new.append(record)
-    return new[::-1]
+        self._debris.notice(result)
+        story = self.stories.end(manager, getattr(result, "execution_count", None))
+        if line := departures(story.records):
+            print(line)  # noqa: T201  nobody asks, and the model will need time to return
 
 
 def departures(records: Iterable[Record]) -> str:

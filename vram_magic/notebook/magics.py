@@ -10,6 +10,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
+from traitlets import Bool
 
 import vram_magic
 from vram_magic.errors import VRAMError
@@ -17,6 +18,7 @@ from vram_magic.notebook import commands, load_line
 from vram_magic.notebook.arguments import Arguments
 from vram_magic.notebook.completer import make_matcher
 from vram_magic.notebook.current import open_managers
+from vram_magic.notebook.debris import Debris
 from vram_magic.notebook.events import CellWatch
 from vram_magic.notebook.failures import ShortFailures
 from vram_magic.notebook.progress import progress
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from vram_magic.handle import Handle
+    from vram_magic.notebook.story import Stories
     from vram_magic.vram_manager import VRAMManager
 
 __all__ = ["VramMagics"]
@@ -35,12 +38,23 @@ __all__ = ["VramMagics"]
 class VramMagics(Magics):
     """What the extension adds to one shell."""
 
+    keep_failed_frames = Bool(
+        default_value=False,
+        help="Keep the memory that a cell which ran out of memory still holds, so that %debug works for as long as no "
+        "other cell fails. Else it is released when the next cell begins, unless that one is %debug or %tb.",
+    ).tag(config=True)
+
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self._shell = shell
         self._failures = ShortFailures(shell)
-        self._watch = CellWatch(shell, self._failures)
+        self._watch = CellWatch(shell, self._failures, Debris(shell, lambda: bool(self.keep_failed_frames)))
         self._matcher = make_matcher()
+
+    @property
+    def stories(self) -> Stories:
+        """What happened in each cell."""
+        return self._watch.stories
 
     def attach(self) -> None:
         """Begins to watch cells and to complete."""

@@ -59,6 +59,8 @@ class Report:
     peak_bytes: int
     rows: tuple[Row, ...]
     outside: Outside | None = None
+    spilled_bytes: int = 0
+    """Disk that spill files take."""
 
     @classmethod
     def of(cls, manager: VRAMManager, *, fresh: bool = False) -> Report:
@@ -67,8 +69,17 @@ class Report:
             _ = handle.state  # asking is looking
         rows = tuple(_row_of(model) for model in managed_models(manager))
         used, budget = manager.used_bytes, manager.budget_bytes
-        outside = manager.outside(processes=fresh)
-        return cls(manager.device, manager.guard, budget, used, budget - used, manager.peak_bytes, rows, outside)
+        return cls(
+            device=manager.device,
+            guard=manager.guard,
+            budget_bytes=budget,
+            used_bytes=used,
+            free_bytes=budget - used,
+            peak_bytes=manager.peak_bytes,
+            rows=rows,
+            outside=manager.outside(processes=fresh),
+            spilled_bytes=manager.spilled_bytes,
+        )
 
     @property
     def other_bytes(self) -> int:
@@ -84,7 +95,8 @@ class Report:
     @property
     def _footer(self) -> str:
         none = "" if self.rows else "no models yet; load one with: %load_model NAME SOURCE\n"
-        return f"{none}other tensors: {format_size(self.other_bytes)}{self._foreign}"
+        spilled = f"\nspill files: {format_size(self.spilled_bytes)} of disk" if self.spilled_bytes else ""
+        return f"{none}other tensors: {format_size(self.other_bytes)}{self._foreign}{spilled}"
 
     @property
     def _foreign(self) -> str:

@@ -60,7 +60,7 @@ class Arriving:
         fetched: list[_Fetched] = []
         arrived = 0
         try:
-            for span in spans:
+            for span in sorted(spans, key=self._place_in_file):
                 fetched.append(_Fetched(span, self._device.allocate(span.nbytes, reservation)))
                 self._fetch(fetched[-1])
             deadline = time.monotonic() + (_PATIENCE_S if self._device.is_host else _PATIENCE_ELSEWHERE_S)
@@ -72,6 +72,10 @@ class Arriving:
                 self._device.freed(item.span.nbytes)
             fetched.clear()
         return arrived
+
+    def _place_in_file(self, span: Span) -> tuple[int, int, int]:
+        """By it files are read from their begin to their end: a disk, or a network, gives that fastest."""
+        return self._records.place_of(span) or (0, 0, 0)
 
     def absent(self, spans: list[Span]) -> tuple[list[Span], int]:
         """What of the spans a load brings, and how many weights stay where they are.

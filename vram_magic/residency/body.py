@@ -59,6 +59,8 @@ class Body:
         self._leaving = Leaving(self._records, device, store, host or HostMemory(0))
         self._arriving = Arriving(self._records, device)
         self.figures = Figures()
+        self.homes: tuple[str, ...] = ()
+        """Where each block of ``figures`` is: ``"device"``, ``"host"`` or ``"disk"``; the larger part decides."""
         self.staying = ""
         """Why some block could not leave when it was last asked to."""
         self.complete = False
@@ -126,18 +128,21 @@ class Body:
 
     def _grouped(self, spans: list[Span]) -> list[Block]:
         blocks: list[Block] = []
+        before = None
         for span in spans:
-            if not blocks or blocks[-1].total_bytes + span.nbytes > self._block_bytes:
+            # About a shared weight others have a say: it must not keep its neighbours.
+            shared = self._records.shared(span)
+            if shared != before or blocks[-1].total_bytes + span.nbytes > self._block_bytes:
                 blocks.append(Block())
+            before = shared
             blocks[-1].spans.append(span)
             blocks[-1].total_bytes += span.nbytes
             blocks[-1].resident_bytes += span.nbytes if span.owned else 0
         return blocks
 
     def _measure(self, spans: list[Span], blocks: list[Block]) -> None:
-        sums = dict.fromkeys(("device", "host", "disk"), 0)
-        for span in spans:
-            sums[self._home(span)] += span.nbytes
+        homes = {id(span): self._home(span) for span in spans}
+        sums = _by_home(spans, homes)
         self.figures = Figures(
             total_bytes=sum(span.nbytes for span in spans),
             device_bytes=sums["device"],
@@ -149,6 +154,8 @@ class Body:
             kept=tuple(Kept(span.names[0], span.nbytes, span.fixed) for span in spans if span.fixed),
             copied=tuple(span.names[0] for span in spans if self._records[span].edited and span.names),
         )
+        by_block = (_by_home(block.spans, homes) for block in blocks)
+        self.homes = tuple(max(sums, key=sums.__getitem__) for sums in by_block)
         self.complete = all(block.resident_bytes == block.total_bytes for block in blocks)
 
     def _home(self, span: Span) -> str:
@@ -230,6 +237,7 @@ class Body:
         try:
             if not self._device.is_host:
                 self._to_one_side(reservation)
+                self._leaving.read_back(self._spilled())
             elif reservation is not None:
                 self._read_back(reservation)
         finally:
@@ -245,6 +253,15 @@ class Body:
             self.evict(blocks, may_rest=True)
 
     def _read_back(self, reservation: Reservation) -> None:
+        self._arriving.load(self._spilled(), reservation)
+
+    def _spilled(self) -> list[Span]:
         spans = [span for block in self.look() for span in block.spans]
-        spilled = [span for span in spans if self._records[span].spilled and not span.owned]
-        self._arriving.load(spilled, reservation)
+        return [span for span in spans if self._records[span].spilled and not span.owned]
+
+
+def _by_home(spans: Iterable[Span], homes: Mapping[int, str]) -> dict[str, int]:
+    sums = {"device": 0, "host": 0, "disk": 0}
+    for span in spans:
+        sums[homes[id(span)]] += span.nbytes
+    return sums

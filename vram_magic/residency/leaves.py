@@ -59,7 +59,7 @@ def leaves_of(
             yield from leaves_of(f"{name}.{attribute}", getattr(tensor, attribute), device, seen)
         return
     yield name, tensor
-    if first:
+    if first and has_own_memory(tensor):
         yield from _inside(tensor.__dict__, name, _DEPTH)
 
 

@@ -185,6 +185,22 @@ class Leaving:
             self._records.moved(span, stand_in, owned=False)
             moved.pop()
 
+    def read_back(self, spans: Iterable[Span]) -> None:
+        """Weights that are out get RAM of their own in place of a mapping of a spill file. In use, they keep that.
+
+        Raises RuntimeError when there is no RAM.
+        """
+        for span in spans:
+            copy = torch.empty(span.nbytes, dtype=torch.uint8, device="cpu")
+            room, before = memory_at(copy.data_ptr(), span.nbytes), versions(span)
+            room[:] = span.bytes
+            if not replace(span, span.retarget(copy), harmless([span], may_rest=True)[0], before, holders=1):
+                continue
+            if digest([span.bytes]) != digest([room]):  # written to through ``.data`` meanwhile
+                room[:] = span.bytes
+            self._records[span].stand_in = None
+            self._records.moved(span, copy, owned=False)
+
     def _undo(self, moved: Iterable[tuple[Span, Record, torch.Tensor]]) -> None:
         """All is put back; what was written to a stand-in meanwhile comes along."""
         for span, record, stand_in in moved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ class Record:
     """The RAM that the copy takes; with it ``stand_in`` is a copy, and is itself the true bytes."""
     edited: bool = False
     counted: bool = False
+    owners: weakref.WeakSet[object] = field(default_factory=weakref.WeakSet)
+    """The bodies' records that list it: more than one where models share the weight."""
     demoted: bool = False
     """A weight that asked to stay and had to leave all the same: from then on it is like any other."""
 

@@ -78,7 +78,7 @@ class Records:
             if span.nbytes and not record.counted and span.owned:
                 self._device.adopt(span.tensors[0])
                 record.counted = True
-        self._uncount(record for key, record in known.items() if self._own.get(key) is not record)
+        self._let_go(record for key, record in known.items() if self._own.get(key) is not record)
 
     def moved(self, span: Span, memory: torch.Tensor, *, owned: bool) -> None:
         """Told after a span's tensors lie over ``memory``: lists its record under the new key."""
@@ -95,11 +95,21 @@ class Records:
 
     def forget(self) -> None:
         """Lets go of all records: spill files and copies that nobody else needs go."""
-        self._uncount(self._own.values())
+        self._let_go(self._own.values())
         self._own.clear()
+
+    def shared(self, span: Span) -> bool:
+        """Whether another model has the weight too."""
+        return len(self._own[span.key].owners) > 1
 
     def _remember(self, key: Key, record: Record) -> None:
         self._own[key] = self._shared[key] = record
+        record.owners.add(self)
+
+    def _let_go(self, gone: Iterable[Record]) -> None:
+        for record in gone:
+            record.owners.discard(self)
+            self._uncount([record])
 
     def _uncount(self, gone: Iterable[Record]) -> None:
         for record in gone:

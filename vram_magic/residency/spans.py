@@ -34,11 +34,11 @@ class Span:
 
     ``memory`` is the storage, held so that it cannot go while it is looked at; the span is one range of it.
     ``tensors`` are all the tensors the model has there; ``slots[i]`` counts the places in the model that refer to
-    ``tensors[i]``, ``uses[i]`` is its use count while idle; ``names`` are those of parameters and buffers, as in
-    ``state_dict()``. ``fixed`` says why the memory can never be moved, and is empty when it can. ``alone``: no other
-    span lies over the same storage. ``owned``: the device's allocator owns the memory, so freeing it gives room.
-    ``transient``: only buffers that are not saved lie there, so no file can hold them. ``stands_in``: the memory is
-    what we have put in place of the device's.
+    ``tensors[i]``, ``scripts[i]`` those in TorchScript's C++ objects; ``uses[i]`` is its use count while idle.
+    ``names`` are those of parameters and buffers, as in ``state_dict()``. ``fixed`` says why the memory can never be
+    moved, and is empty when it can. ``alone``: no other span lies over the same storage. ``owned``: the device's
+    allocator owns the memory, so freeing it gives room. ``transient``: only buffers that are not saved lie there, so no
+    file can hold them. ``stands_in``: the memory is what we have put in place of the device's.
     """
 
     memory: torch.UntypedStorage
@@ -46,6 +46,7 @@ class Span:
     end: int
     tensors: list[torch.Tensor] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    scripts: list[int] = field(default_factory=list)
     uses: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     fixed: str = ""
@@ -118,9 +119,10 @@ def survey(
     seen: set[int] = set()
     for module_name, module in _walk(modules):
         passing = module.__dict__.get("_non_persistent_buffers_set", ())
+        scripted = isinstance(module, torch.jit.ScriptModule)
         for name, tensor in _named(module):
             for leaf_name, leaf in leaves_of(f"{module_name}{name}", tensor, device.torch_device, seen):
-                _place(spans, leaf, leaf_name, device, stands_in, transient=name in passing)
+                _place(spans, leaf, leaf_name, device, stands_in, transient=name in passing, scripted=scripted)
         plain += _attributes(module, seen)
     for tensor in plain:
         _place_alias(spans, tensor)
@@ -150,8 +152,8 @@ def _walk(roots: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, t
 
 def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(module, torch.jit.ScriptModule):
-        yield from module.named_parameters()
-        yield from module.named_buffers()
+        yield from module.named_parameters(remove_duplicate=False)
+        yield from module.named_buffers(remove_duplicate=False)
         return
     for kind in ("_parameters", "_buffers"):
         for name, tensor in list(module.__dict__.get(kind, {}).items()):
@@ -191,6 +193,7 @@ def _place(
     stands_in: Callable[[torch.UntypedStorage], bool],
     *,
     transient: bool,
+    scripted: bool,
 ) -> None:
     fixed = _fixed(tensor, device)
     if fixed and tensor.layout != torch.strided:
@@ -208,7 +211,7 @@ def _place(
     span.fixed = span.fixed or fixed
     span.names.append(name)
     span.transient = span.transient and transient
-    _add(span, tensor)
+    _add(span, tensor, scripted=scripted)
 
 
 def _place_alias(spans: dict[int, list[Span]], tensor: torch.Tensor) -> None:
@@ -244,17 +247,22 @@ def _add_bases(span: Span) -> None:
         if base is not None and all(base is not known for known in span.tensors):
             span.tensors.append(base)
             span.slots.append(0)
+            span.scripts.append(0)
     bases = [id(view._base) for view in span.tensors if view._is_view()]
-    span.uses = [1 + bases.count(id(tensor)) for tensor in span.tensors]
+    span.uses = [
+        1 + bases.count(id(tensor)) + scripts for tensor, scripts in zip(span.tensors, span.scripts, strict=True)
+    ]
 
 
-def _add(span: Span, tensor: torch.Tensor) -> None:
+def _add(span: Span, tensor: torch.Tensor, *, scripted: bool = False) -> None:
     for index, known in enumerate(span.tensors):
         if known is tensor:
-            span.slots[index] += 1
+            span.slots[index] += not scripted
+            span.scripts[index] += scripted
             return
     span.tensors.append(tensor)
-    span.slots.append(1)
+    span.slots.append(int(not scripted))
+    span.scripts.append(int(scripted))
 
 
 def _fixed(tensor: torch.Tensor, device: Device) -> str:

@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -125,9 +126,21 @@ def _remove_folder(folder: Path, pid: int) -> None:
             folder.parent.rmdir()
 
 
+_undead: deque[Path] = deque()
+"""Files that could not be removed: somebody has them open, where that forbids it."""
+
+
 def _remove(path: Path, pid: int) -> None:
-    if os.getpid() == pid:
-        path.unlink(missing_ok=True)
+    """Removes a file, and those that could not be before. Called by a finalizer, so it neither raises nor waits."""
+    if os.getpid() != pid:
+        return
+    _undead.append(path)
+    for _ in range(len(_undead)):
+        path = _undead.popleft()
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            _undead.append(path)
 
 
 def _offsets(sizes: list[int]) -> list[int]:

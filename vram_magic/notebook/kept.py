@@ -1,0 +1,150 @@
+"""A kernel's set of models in a file: written by ``%vram save``, brought back lazily by ``%vram restore``.
+
+The file is JSON: the budget (bytes or "auto"), tiers of the user's own, and for each model its name, where it was read
+from, and its marks. No weights, and nothing that is run: a model that was built by code in the notebook is only named,
+since bringing it back would mean running code from a file. Takes no lock. Refuses to know how models are loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vram_magic.errors import SourceError, VRAMError
+from vram_magic.notebook.current import managed_models
+from vram_magic.notebook.report import shortened
+from vram_magic.policy import DEFAULT_TIERS, RESIDENCIES
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from vram_magic.vram_manager import VRAMManager
+
+__all__ = ["restore", "save"]
+
+_FORMAT = "vram_magic models 1"
+_TEXT_OR_NONE = (str, type(None))
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "name": str,
+    "source": _TEXT_OR_NONE,
+    "dtype": _TEXT_OR_NONE,
+    "tier": _TEXT_OR_NONE,
+    "rank": int,
+    "residency": str,
+    "pinned": bool,
+}
+
+
+def save(manager: VRAMManager, path: str) -> str:
+    """Writes the set, whole or not at all; returns what to tell. Raises `VRAMError`."""
+    models = [
+        {
+            "name": model.name,
+            "source": getattr(model, "source", None),
+            "dtype": getattr(model, "dtype", None),
+            "tier": model.tier,
+            "rank": model.rank,
+            "residency": model.residency,
+            "pinned": model.pinned,
+        }
+        for model in managed_models(manager)
+    ]
+    tiers = {name: rank for name, rank in manager.tiers.items() if DEFAULT_TIERS.get(name) != rank}
+    text = json.dumps({"format": _FORMAT, "budget": manager.budget_setting, "tiers": tiers, "models": models}, indent=1)
+    _write(path, text + "\n")
+    return "\n".join([f"{_counted(models)} written to {path}", *_without_source(models, "will not come back")])
+
+
+def _write(path: str, text: str) -> None:
+    partial = Path(f"{path}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise VRAMError(
+            f"The models cannot be written down.\n0 B were written to {path}.\nThe system says: {error.strerror}\n"
+            "Name a file in a folder that can be written to: %vram save FILE"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def restore(shell: InteractiveShell, manager: VRAMManager, path: str) -> str:
+    """Registers the models of the file, to be loaded at their first use, and binds them; returns what to tell.
+
+    A model that cannot be brought back does not keep the others from it. Raises `SourceError` for a file that is none.
+    """
+    kept = _read(path)
+    manager.set_budget(kept["budget"])
+    manager.tiers.update(kept["tiers"])
+    back, lines = [], []
+    for entry in kept["models"]:
+        if entry["source"] is None:
+            continue
+        try:
+            _bring(shell, manager, entry)
+        except (VRAMError, ValueError, OSError) as error:
+            lines.append(f"{shortened(entry['name'])} did not come back: {str(error).splitlines()[0]}")
+        else:
+            back.append(shortened(entry["name"]))
+    verb = "is back" if len(back) == 1 else "are back"
+    first = f"{_counted(back)} {verb}, to be loaded at first use" + (f": {', '.join(back)}" if back else "")
+    return "\n".join([first, *lines, *_without_source(kept["models"], "did not come back")])
+
+
+def _bring(shell: InteractiveShell, manager: VRAMManager, entry: dict[str, Any]) -> None:
+    priority = entry["rank"] if entry["tier"] is None else None
+    handle = manager.load(
+        entry["name"],
+        entry["source"],
+        entry["tier"] or "llm",
+        priority,
+        entry["residency"],
+        entry["pinned"],
+        lazy=True,
+        dtype=entry["dtype"],
+    )
+    shell.push({entry["name"]: handle.model})  # type: ignore[no-untyped-call]
+
+
+def _counted(models: list[Any]) -> str:
+    return "1 model" if len(models) == 1 else f"{len(models)} models"
+
+
+def _without_source(models: list[dict[str, Any]], what: str) -> Iterator[str]:
+    for entry in models:
+        if entry["source"] is None:
+            yield f"{shortened(entry['name'])} {what}: it was built by code of the notebook; run that again"
+
+
+def _read(path: str) -> dict[str, Any]:
+    """The file's content, checked."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            kept = json.load(file)
+        _check(kept)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SourceError(
+            f"No models can be restored from {path!r}.\n0 models were brought back.\n"
+            f"It is no file that %vram save wrote, or it was changed: {error or type(error).__name__}\n"
+            f"Write one with: %vram save {path}"
+        ) from error
+    return kept  # type: ignore[no-any-return]
+
+
+def _check(kept: Any) -> None:
+    if kept["format"] != _FORMAT:
+        raise ValueError(f"its format is {kept['format']!r}, not {_FORMAT!r}")
+    if kept["budget"] != "auto" and not isinstance(kept["budget"], int):
+        raise TypeError(f"its budget is {kept['budget']!r}")
+    if not all(isinstance(rank, int) for rank in kept["tiers"].values()):
+        raise TypeError("a tier's rank is no number")
+    for entry in kept["models"]:
+        for field, kind in _FIELDS.items():
+            if not isinstance(entry[field], kind):
+                raise TypeError(f"{field} of a model is {entry[field]!r}")
+        if entry["residency"] not in RESIDENCIES or not entry["name"].isprintable():
+            raise ValueError(f"{entry['name']!r} has residency {entry['residency']!r}")
