@@ -16,10 +16,10 @@ BIN_CUDA := $(VENV_CUDA)/bin
 LAB_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-cuda demo lab test test-cuda lint format check bench screenshot wheel clean
+.PHONY: help venv venv-cuda demo lab test test-cuda test-kernels lint format check bench screenshot wheel clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 venv: $(STAMP) ## Make the virtual environment, or bring it up to date
 
@@ -62,6 +62,11 @@ test: venv ## Run the tests on the CPU and on a simulated GPU, then the notebook
 # Needs gcc and no card. The tests' own process runs on the stand-in too.
 test-cuda: $(STAMP_CUDA) ## Run tests/cuda: torch's CUDA build on a stand-in CUDA runtime
 	$(BIN_CUDA)/python tests/cuda/standin.py $(BIN_CUDA)/python -m pytest -q tests/cuda
+
+# Downloads those releases, some 20 MB, into build/kernels. Needs Chromium.
+test-kernels: venv ## Run the panel under several releases of ipykernel, and in Notebook 7
+	$(BIN)/python tests/kernels/check_kernels.py
+	$(BIN)/python tests/kernels/check_notebook.py
 
 lint: venv ## Check style, format and types
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Makes docs/vram.png, the picture in the README, from a real JupyterLab: ``make screenshot``.
 
 A small notebook and its models are made in a temporary folder, Lab runs there with settings of its own, and Chromium
-(the system's, or else Playwright's) is driven by Playwright. tests/test_lab.py uses the same helpers.
+(the system's, or else Playwright's) is driven by Playwright. Tests of the panel use the same helpers.
 """
 # ruff: noqa: INP001  a script
 
@@ -30,6 +30,7 @@ CELLS = [
     "import torch\n\nprompt = torch.tensor([[1, 15, 27, 300, 42]])\nreply = llm.generate(prompt, max_new_tokens=8)",
     "%vram",
 ]
+PAGES = {"jupyterlab": "doc/tree", "notebook": "notebooks"}
 START_S = 60  # for Lab, and for its page
 RUN_S = 120  # for all cells
 KERNEL_IS_IDLE = "window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
@@ -52,18 +53,20 @@ def browser_path(playwright: Playwright) -> str:
 
 
 @contextlib.contextmanager
-def lab(folder: Path, cells: list[str], width: int = 900, height: int = 1200) -> Iterator[Page]:
-    """A page that shows a notebook of these cells, none of them run, in a JupyterLab of its own."""
+def lab(
+    folder: Path, cells: list[str], width: int = 900, height: int = 1200, app: str = "jupyterlab"
+) -> Iterator[Page]:
+    """A page that shows a notebook of these cells, none of them run, in a JupyterLab (or ``notebook``) of its own."""
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook = new_notebook(cells=[new_code_cell(cell) for cell in cells], metadata={"kernelspec": kernel})
     nbformat.write(notebook, folder / "demo.ipynb")
-    with _server(folder) as (address, token), sync_playwright() as playwright:
+    with _server(folder, app) as (address, token), sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path(playwright), args=FLAGS)
         page = browser.new_page(viewport={"width": width, "height": height}, device_scale_factor=2)
         page.set_default_timeout(START_S * 1000)
         # Lab asks for a kernel when it does not find one at once.
         page.add_locator_handler(page.locator(".jp-Dialog"), lambda dialog: dialog.locator(".jp-mod-accept").click())
-        page.goto(f"{address}/doc/tree/demo.ipynb?token={token}")
+        page.goto(f"{address}/{PAGES[app]}/demo.ipynb?token={token}")
         expect(page.locator(".jp-CodeCell")).to_have_count(len(cells), timeout=START_S * 1000)
         page.wait_for_function(KERNEL_IS_IDLE)  # cells that are started before are not run at all
         yield page
@@ -81,7 +84,7 @@ def prompt(page: Page, cell: int) -> Locator:
 
 
 @contextlib.contextmanager
-def _server(folder: Path) -> Iterator[tuple[str, str]]:
+def _server(folder: Path, app: str) -> Iterator[tuple[str, str]]:
     home, token = folder / ".jupyter", secrets.token_hex()
     news = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
     news.parent.mkdir(parents=True)
@@ -98,7 +101,7 @@ def _server(folder: Path) -> Iterator[tuple[str, str]]:
         free.bind(("127.0.0.1", 0))
         host, port = free.getsockname()
     options = {"root_dir": folder, "ip": host, "port": port, "port_retries": 0}
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser"]
+    command = [sys.executable, "-m", app, "--no-browser", "--allow-root", "--expose-app-in-browser"]
     command += [f"--IdentityProvider.token={token}", *(f"--ServerApp.{key}={value}" for key, value in options.items())]
     with (folder / "lab.log").open("w") as log:
         process = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log)  # noqa: S603  our own command

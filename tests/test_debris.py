@@ -190,20 +190,20 @@ def test_a_name_that_only_looks_like_a_magic_keeps_nothing(failing, name):
 
 def test_it_stays_as_long_as_the_user_wants_it_to(failing):
     before = held_bytes()
-    failing.run("%config VramMagics.keep_failed_frames = True")
+    failing.run("%config VRAMMagics.keep_failed_frames = True")
     failing.fail("step()")
     failing.run("1;")
     failing.run("2;")
     assert held_bytes() == before + 8 * MIB
-    failing.run("%config VramMagics.keep_failed_frames = False")
+    failing.run("%config VRAMMagics.keep_failed_frames = False")
     failing.run("3;")
     assert held_bytes() == before
 
 
 def test_the_wish_to_keep_it_can_stand_in_the_configuration(bare_notebook):
-    bare_notebook.shell.config.VramMagics.keep_failed_frames = True
+    bare_notebook.shell.config.VRAMMagics.keep_failed_frames = True
     bare_notebook.run("%load_ext vram_magic")
-    assert bare_notebook.shell.magics_manager.registry["VramMagics"].keep_failed_frames
+    assert bare_notebook.shell.magics_manager.registry["VRAMMagics"].keep_failed_frames
 
 
 def test_the_notebooks_own_variables_and_results_stay(failing):

@@ -29,7 +29,7 @@ def ours(shell):
     """How many of our callbacks, matchers and configurables the shell has."""
     callbacks = [f for fs in shell.events.callbacks.values() for f in fs if f.__module__.startswith("vram_magic")]
     matchers = [m for m in shell.Completer.custom_matchers if m.matcher_identifier == "vram_magic"]
-    configurables = [c for c in shell.configurables if type(c).__name__ == "VramMagics"]
+    configurables = [c for c in shell.configurables if type(c).__name__ == "VRAMMagics"]
     magics = shell.magics_manager.magics["line"].keys() & {"vram", "load_model"}
     return len(callbacks), len(matchers), len(configurables), len(magics)
 

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from vram_magic.core import Core
+from vram_magic.defaults import options
 from vram_magic.devices.ledger import LedgerDevice
 from vram_magic.engines import Engines, ModelSlot
 from vram_magic.errors import VRAMError
@@ -420,5 +421,5 @@ def manager() -> VRAMManager:
     """This kernel's manager, made on first use; the magics use the same one."""
     with _opening:
         if not _open:
-            VRAMManager()
+            VRAMManager(**options)
         return next(iter(_open.values()))

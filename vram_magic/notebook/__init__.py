@@ -1,6 +1,6 @@
 """The notebook's door: what ``%load_ext vram_magic`` puts into a shell, and how it is taken out again.
 
-All that was put in hangs on one `VramMagics`, kept in the shell's own registry of magics and nowhere in our modules: so
+All that was put in hangs on one `VRAMMagics`, kept in the shell's own registry of magics and nowhere in our modules: so
 a reload of them, or loading twice, finds what is there and leaves one of everything. Importing this package imports
 neither torch nor widgets, and makes no manager. Takes no lock; refuses to know models and bytes.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vram_magic.notebook.current import close_managers
-from vram_magic.notebook.magics import VramMagics
+from vram_magic.notebook.magics import VRAMMagics
 from vram_magic.notebook.panel import close_panel
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ __all__ = ["load", "unload"]
 def load(shell: InteractiveShell) -> None:
     """Adds magics, cell events and completion. A second time replaces them."""
     _take_out(shell)
-    magics = VramMagics(shell)
+    magics = VRAMMagics(shell)
     shell.register_magics(magics)
     magics.attach()
 
@@ -36,7 +36,7 @@ def unload(shell: InteractiveShell) -> None:
 
 def _take_out(shell: InteractiveShell) -> None:
     # Found by name, not by class: after a reload of our modules the old one's class is another.
-    magics = shell.magics_manager.registry.pop(VramMagics.__name__, None)
+    magics = shell.magics_manager.registry.pop(VRAMMagics.__name__, None)
     if magics is None:
         return
     magics.detach()

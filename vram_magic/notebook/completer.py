@@ -22,6 +22,7 @@ __all__ = ["complete", "make_matcher"]
 _LINE = re.compile(r"\s*(?:[\w.]+\s*=\s*%|%|)(vram|load_model)\s+(?![=.(])(.*)", re.DOTALL)
 _OF_MODELS = ("load", "evict", "pin", "unpin", "forget", "tier", "residency", "why")
 _OPTIONS = {
+    "doctor": ["--free"],
     "evict": ["--all"],
     "log": ["-n"],
     "panel": ["--close"],

@@ -43,10 +43,14 @@ def _never_raises(callback: Callable[..., None]) -> Callable[..., None]:
 class CellWatch:
     """The callbacks of one shell."""
 
-    def __init__(self, shell: InteractiveShell, failures: ShortFailures, debris: Debris) -> None:
+    def __init__(
+        self, shell: InteractiveShell, failures: ShortFailures, debris: Debris, tells: Callable[[], bool]
+    ) -> None:
+        """``tells``: whether the user wants to read who left."""
         self._shell = shell
         self._failures = failures
         self._debris = debris
+        self._tells = tells
         self.stories = Stories()
 
     def attach(self) -> None:
@@ -75,7 +79,7 @@ class CellWatch:
             return
         self._debris.notice(result)
         story = self.stories.end(manager, getattr(result, "execution_count", None))
-        if line := departures(story.records):
+        if self._tells() and (line := departures(story.records)):
             print(line)  # noqa: T201  nobody asks, and the model will need time to return
 
 

@@ -1,6 +1,6 @@
 """The two magics, ``%load_model`` and ``%vram``, and what comes into a shell with them.
 
-A `VramMagics` owns everything that the extension adds to one shell: magics, cell events, completion, the short form of
+A `VRAMMagics` owns everything that the extension adds to one shell: magics, cell events, completion, the short form of
 out-of-memory errors. It holds no model and no manager: those are looked up at each use. Takes no lock.
 """
 
@@ -10,9 +10,9 @@ import functools
 from typing import TYPE_CHECKING
 
 from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
-from traitlets import Bool
 
 import vram_magic
+from vram_magic.defaults import options
 from vram_magic.errors import VRAMError
 from vram_magic.notebook import commands, load_line
 from vram_magic.notebook.arguments import Arguments
@@ -22,6 +22,7 @@ from vram_magic.notebook.debris import Debris
 from vram_magic.notebook.events import CellWatch
 from vram_magic.notebook.failures import ShortFailures
 from vram_magic.notebook.progress import progress
+from vram_magic.notebook.settings import Settings
 from vram_magic.notebook.source import evaluated, read_source, read_word
 
 if TYPE_CHECKING:
@@ -31,24 +32,19 @@ if TYPE_CHECKING:
     from vram_magic.notebook.story import Stories
     from vram_magic.vram_manager import VRAMManager
 
-__all__ = ["VramMagics"]
+__all__ = ["VRAMMagics"]
 
 
 @magics_class
-class VramMagics(Magics):
+class VRAMMagics(Settings, Magics):
     """What the extension adds to one shell."""
-
-    keep_failed_frames = Bool(
-        default_value=False,
-        help="Keep the memory that a cell which ran out of memory still holds, so that %debug works for as long as no "
-        "other cell fails. Else it is released when the next cell begins, unless that one is %debug or %tb.",
-    ).tag(config=True)
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self._shell = shell
         self._failures = ShortFailures(shell)
-        self._watch = CellWatch(shell, self._failures, Debris(shell, lambda: bool(self.keep_failed_frames)))
+        debris = Debris(shell, lambda: bool(self.keep_failed_frames))
+        self._watch = CellWatch(shell, self._failures, debris, lambda: bool(self.tell_departures))
         self._matcher = make_matcher()
 
     @property
@@ -58,12 +54,14 @@ class VramMagics(Magics):
 
     def attach(self) -> None:
         """Begins to watch cells and to complete."""
+        self.hand_on()
         self._watch.attach()
         if (completer := getattr(self._shell, "Completer", None)) is not None:
             completer.custom_matchers.append(self._matcher)
 
     def detach(self) -> None:
         """Undoes `attach`."""
+        self.withdraw()
         self._watch.detach()
         self._failures.remove()
         completer = getattr(self._shell, "Completer", None)
@@ -74,6 +72,7 @@ class VramMagics(Magics):
     def vram(self, line: str) -> None:
         """The report, and all commands about models; ``%vram help`` lists them."""
         commands.run(line)
+        self.take_budget()
         self._failures.install()
 
     @no_var_expand  # a SOURCE may hold braces and dollars of its own
@@ -124,7 +123,7 @@ def _manager_on(device: str | None) -> VRAMManager:
 
     device, managers = str(which_device(device)), open_managers()
     if device in managers or not managers:
-        return managers.get(device) or vram_magic.VRAMManager(device=device)
+        return managers.get(device) or vram_magic.VRAMManager(device=device, **options)
     manager = next(iter(managers.values()))
     raise VRAMError(
         f"The model cannot be loaded on {device!r}.\n"

@@ -136,7 +136,7 @@ def _since(items: list[_Item], last: _Item | None) -> tuple[_Item, ...]:
 
 def stories_of(shell: InteractiveShell | None) -> list[CellStory]:
     """The cells of the shell that ran since the extension was loaded, oldest first."""
-    magics = None if shell is None else shell.magics_manager.registry.get("VramMagics")
+    magics = None if shell is None else shell.magics_manager.registry.get("VRAMMagics")
     return [] if magics is None else list(magics.stories.told)
 
 

@@ -50,10 +50,10 @@ class Panel:
     def refresh(self) -> None:
         """Sends what has changed. Ends the panel when there is nothing more to show."""
         manager = self._manager()
-        shown = {"state": CLOSED} if manager is None else self._now(manager)
+        shown = self._now(manager) if manager is not None and is_open(manager) else {}
         if self.widget.comm is None:  # the user closed the widget
             self._end()
-        elif manager is None or not is_open(manager):  # asked after the figures: those of a closing one mean nothing
+        elif manager is None or not is_open(manager):  # asked once more: figures of one that was closing mean nothing
             self._end()
             self._send({"state": CLOSED})
         else:
