@@ -19,6 +19,7 @@ from vram_magic.journal import Arrival, Journal, Record, StepTaken
 from vram_magic.notebook.current import managed_models
 from vram_magic.notebook.panel.timeline import MOST_SENT, SHOWN_S, Timeline
 from vram_magic.notebook.panel.view import MOST_RUNS, about_of, blocks_of, row_of, state_of
+from vram_magic.notebook.story import CellStory
 
 MIB, GIB = 2**20, 2**30
 NAMES = ["llm", "tts", "asr", "draft", "embedder", "reranker", "whisper", "vocoder", "vision", "sdxl"]
@@ -453,3 +454,13 @@ def test_a_burst_is_cut_to_the_newest():
     for _ in range(MOST_SENT + 3):
         journal.append(departure())
     assert [event[0] for event in timeline.look(journal)[-MOST_SENT:]] == list(range(4, MOST_SENT + 4))
+
+
+def test_a_cell_in_which_something_happened_is_an_event_once():
+    quiet = CellStory(3, 0, 0, 0, started=time.time(), ended=time.time())
+    busy = CellStory(4, 0, 8 * MIB, 9 * MIB, started=time.time() - 2, ended=time.time())
+    timeline = Timeline()
+    ((_, _, kind, name, text),) = timeline.look(Journal(), [quiet, busy])
+    assert (kind, name) == ("cell", "cell [4]")
+    assert text == "cell [4], 2.0 s: 0 B in use before, 8.0 MiB after, peak 9.0 MiB"
+    assert timeline.look(Journal(), [quiet, busy]) == []

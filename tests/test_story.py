@@ -84,6 +84,7 @@ def told(notebook):
 
 
 def test_a_cell_tells_use_before_after_and_at_most(cells):
+    vm.manager().reset_peak()
     before = vm.manager().used_bytes
     cells.run("t = torch.zeros(8 << 20, dtype=torch.uint8, device=DEVICE); del t\n"
               "u = torch.zeros(2 << 20, dtype=torch.uint8, device=DEVICE)")  # fmt: skip

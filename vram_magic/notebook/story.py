@@ -51,14 +51,19 @@ class CellStory:
         change = abs(self.after_bytes - (self.before_bytes or 0))
         return bool(self.records or self.arrivals or max(change, self.peak_bytes - floor) >= _WORTH_TELLING)
 
-    def __str__(self) -> str:
-        return "\n".join([self._headline(), *self._details()])
+    @property
+    def name(self) -> str:
+        return "a cell" if self.number is None else f"cell [{self.number}]"
 
-    def _headline(self) -> str:
-        cell = "a cell" if self.number is None else f"cell [{self.number}]"
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *self._details()])
+
+    @property
+    def headline(self) -> str:
+        """One line: how long it took, and what was in use."""
         before = "" if self.before_bytes is None else f"{format_size(self.before_bytes)} in use before, "
         after, peak = format_size(self.after_bytes), format_size(self.peak_bytes)
-        return f"{cell}, {self.ended - self.started:.1f} s: {before}{after} after, peak {peak}"
+        return f"{self.name}, {self.ended - self.started:.1f} s: {before}{after} after, peak {peak}"
 
     def _details(self) -> Iterator[str]:
         for record in self.records:

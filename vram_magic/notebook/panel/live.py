@@ -14,11 +14,14 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.getipython import get_ipython
+
 from vram_magic.notebook.current import is_open, managed_models
 from vram_magic.notebook.panel.clicks import Answer, Clicks
 from vram_magic.notebook.panel.timeline import MOST_SENT, Timeline
 from vram_magic.notebook.panel.view import CLOSED, about_of, state_of
 from vram_magic.notebook.panel.widget import widget_class
+from vram_magic.notebook.story import stories_of
 
 if TYPE_CHECKING:
     from vram_magic.vram_manager import VRAMManager
@@ -78,7 +81,7 @@ class Panel:
             "about": about_of(manager, self._since),
             "state": state_of(manager, models, self._since, self._clicks.asked),
         }
-        if news := self._timeline.look(manager.journal):
+        if news := self._timeline.look(manager.journal, stories_of(get_ipython())):
             shown["events"] = news[-MOST_SENT:]
         if answers := self._clicks.answers():
             shown["notice"] = _notice(answers)

@@ -22,7 +22,7 @@ const MARKS = {
   u: "in use", p: "pinned", l: "loading", v: "leaving", x: "demoted",
   D: "residency device", H: "residency host", K: "residency disk",
 };
-const KINDS = { in: ["▲", "came"], out: ["▼", "left"], no: ["✕", "refused"] };
+const KINDS = { in: ["▲", "came"], out: ["▼", "left"], no: ["✕", "refused"], cell: ["│", "cell"] };
 
 // ------------------------------------------------------------------------------------------------------------- words
 

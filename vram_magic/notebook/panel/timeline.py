@@ -1,7 +1,8 @@
 """The timeline: what left and what came back in the last minutes, as marks with their reason.
 
-All is read from the journal, each entry once. An event is ``[number, second, kind, name, text]``: numbers count up by
-one, seconds are Unix seconds, the kind is ``"out"``, ``"in"`` or ``"no"`` (room was refused). It keeps texts and the
+All is read from the journal, each entry once, and from the stories of the cells. An event is ``[number, second, kind,
+name, text]``: numbers count up by one, seconds are Unix seconds, the kind is ``"out"``, ``"in"``, ``"no"`` (room was
+refused) or ``"cell"`` (one in which something happened has ended). It keeps texts and the
 last entries of the journal, never a model. Sizes are bytes, shown as text. Takes no lock: one thread looks. Refuses to
 know who decides.
 """
@@ -18,6 +19,7 @@ from vram_magic.sizes import format_blocks, format_size
 
 if TYPE_CHECKING:
     from vram_magic.journal import Arrival, Journal, Record, StepTaken
+    from vram_magic.notebook.story import CellStory
 
 __all__ = ["MOST_SENT", "SHOWN_S", "Event", "Timeline"]
 
@@ -39,12 +41,14 @@ class Timeline:
         self._number = 0
         self._record: Record | None = None
         self._arrival: Arrival | None = None
-        """The last entries of the journal that were seen."""
+        self._story: CellStory | None = None
+        """The last entries that were seen."""
 
-    def look(self, journal: Journal) -> list[Event]:
+    def look(self, journal: Journal, stories: Sequence[CellStory] = ()) -> list[Event]:
         """What happened since the last look; at the first, what the journal tells of the last minutes."""
         oldest = time.time() - SHOWN_S
-        told = sorted((event for event in self._untold(journal) if event[0] > oldest), key=lambda event: event[0])
+        untold = [*self._untold(journal), *self._cells(stories)]
+        told = sorted((event for event in untold if event[0] > oldest), key=lambda event: event[0])
         new = [[self._number + n, int(moment), *rest] for n, (moment, *rest) in enumerate(told, 1)]
         self._number += len(new)
         self._kept += new
@@ -61,6 +65,11 @@ class Timeline:
         self._record = records[-1] if records else self._record
         self._arrival = arrivals[-1] if arrivals else self._arrival
         return [event for record in records for event in _events_of(record)] + list(map(_arrival, arrivals))
+
+    def _cells(self, stories: Sequence[CellStory]) -> list[Event]:
+        new = _since(stories, self._story)
+        self._story = stories[-1] if stories else None
+        return [[story.ended, "cell", story.name, story.headline] for story in new if story.eventful]
 
 
 def _since(entries: Sequence[T], last: T | None) -> list[T]:
