@@ -27,9 +27,10 @@ PICTURE = Path(__file__).parent / "vram.png"
 CELLS = [
     "%load_ext vram_magic\n%vram budget 480MiB",
     "%load_model llm models/llm\n%load_model tts models/tts\n%load_model asr models/asr",
+    "%vram panel",
     "import torch\n\nprompt = torch.tensor([[1, 15, 27, 300, 42]])\nreply = llm.generate(prompt, max_new_tokens=8)",
-    "%vram",
 ]
+REFRESH_S = 1  # the panel looks four times a second
 PAGES = {"jupyterlab": "doc/tree", "notebook": "notebooks"}
 START_S = 60  # for Lab, and for its page
 RUN_S = 120  # for all cells
@@ -156,10 +157,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_models(folder / "models")
+        startup = folder / ".jupyter" / "ipython" / "profile_default" / "startup" / "quiet.py"
+        startup.parent.mkdir(parents=True)
+        startup.write_text("import logging\nlogging.disable(logging.WARNING)\n")  # what other libraries say at import
         with lab(folder, CELLS) as page:
             run_all(page)
             expect(prompt(page, len(CELLS) - 1)).to_have_text(f"[{len(CELLS)}]:", timeout=RUN_S * 1000)
             page.add_style_tag(content=PLAIN)
+            page.wait_for_timeout(REFRESH_S * 1000)
             first, last = (page.locator(".jp-CodeCell").nth(n).bounding_box() for n in (0, -1))
             assert first is not None  # noqa: S101  both are on the page
             assert last is not None  # noqa: S101

@@ -294,7 +294,7 @@ class Timeline {
     this.text = make("p", { class: "vmp-why" });
     this.track.addEventListener("keydown", (event) => this.walk(event));
     const ends = make("div", { class: "vmp-ends", "aria-hidden": "true" },
-      make("span", {}, "5 min ago"), make("span", {}, "▲ came   ▼ left   ✕ refused"), make("span", {}, "now"));
+      make("span", {}, "5 min ago"), make("span", {}, "▲ came   ▼ left   ✕ refused   │ cell"), make("span", {}, "now"));
     this.node = make("section", { "aria-label": "The last 5 minutes" }, this.track, ends, this.text);
   }
 
