@@ -19,6 +19,11 @@ from vram_magic.notebook.walk import Walk
 MIB = 2**20
 
 
+@pytest.fixture(autouse=True)
+def without_the_garbage_of_other_tests():
+    gc.collect()
+
+
 def lines_of(shown):
     """(size, holder, command) of each line."""
     rows = [line.strip().split("  ") for line in shown.splitlines() if line.startswith("  ")]

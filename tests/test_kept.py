@@ -1,7 +1,7 @@
 """`%vram save` and `%vram restore`: a kernel's models after a restart.
 
 Without these, a restarted kernel may come back with other tiers, weights read at once, code run from a file, or half
-of the models because one file is missing.
+of the models because one file is missing; and a mistyped name may cost a file of somebody else's.
 """
 
 import json
@@ -41,7 +41,7 @@ def test_models_come_back_with_their_marks_and_load_at_first_use(notebook, folde
     notebook.run(f"%load_model b {folder} --priority -2 --dtype bfloat16")
     notebook.run("x = torch.arange(8, device=DEVICE)[None]; out = a(x).logits.cpu().detach()")
     expected = notebook.shell.user_ns["out"]
-    assert notebook.run(f"%vram save {file}").startswith("2 models written to ")
+    assert notebook.run(f"%vram save {file}") == f"2 of 2 models can be restored from {file}\n"
     restarted(notebook)
     shown = notebook.run(f"%vram restore {file}")
     assert "2 models are back, to be loaded at first use: b, a\n" in shown
@@ -60,6 +60,7 @@ def test_what_code_built_is_named_and_not_run(notebook, folder, file):
     notebook.run("%load_model net nn.Linear(8, 8)")
     notebook.run(f"%load_model a {folder}")
     shown = notebook.run(f"%vram save {file}")
+    assert shown.startswith(f"1 of 2 models can be restored from {file}\n")
     assert "net will not come back: it was built by code of the notebook; run that again" in shown
     restarted(notebook)
     shown = notebook.run(f"%vram restore {file}")
@@ -79,6 +80,17 @@ def test_a_missing_source_does_not_keep_the_others_away(notebook, folder, file, 
     shown = notebook.run(f"%vram restore {file}")
     assert "1 model is back, to be loaded at first use: second" in shown
     assert "first did not come back: " in shown
+
+
+def test_a_model_loaded_again_from_its_own_variable_is_still_known_by_its_source(notebook, folder, file):
+    notebook.run(f"%load_model a {folder} --dtype bfloat16")
+    notebook.run("%load_model a a")
+    assert notebook.run(f"%vram save {file}") == f"1 of 1 model can be restored from {file}\n"
+    (entry,) = json.loads(file.read_text())["models"]
+    assert (entry["source"], entry["dtype"]) == (str(folder), "bfloat16")
+    notebook.run("%load_model a a --dtype float32\n" + f"%vram save {file}")
+    (entry,) = json.loads(file.read_text())["models"]
+    assert (entry["source"], entry["dtype"]) == (str(folder), "float32")
 
 
 def test_restoring_twice_changes_nothing(notebook, folder, file):
@@ -108,15 +120,40 @@ def test_a_file_that_is_none_is_an_error_and_changes_nothing(notebook, folder, f
     before = vm.manager().budget_bytes
     shown = notebook.fail(f"%vram restore {file}")
     assert shown.startswith("SourceError: No models can be restored from")
+    assert len(shown.splitlines()) == 4
+    assert "no file written by %vram save" in shown or "It was changed since %vram save wrote it: " in shown
     assert not vm.manager().models
     assert vm.manager().budget_bytes == pytest.approx(before, rel=0.2)  # "auto" follows the machine
 
 
 def test_files_that_cannot_be_read_or_written(notebook, tmp_path):
-    assert notebook.fail(f"%vram restore {tmp_path}/none").startswith("SourceError: No models can be restored")
+    shown = notebook.fail(f"%vram restore {tmp_path}/none")
+    assert shown.startswith("SourceError: No models can be restored")
+    assert "There is no such file." in shown
+    assert f"%vram save {tmp_path}" not in shown
+    assert "Is a directory" in notebook.fail(f"%vram restore {tmp_path}")
     shown = notebook.fail(f"%vram save {tmp_path}/none/file")
     assert shown.startswith("VRAMError: The models cannot be written down.")
     assert [path.name for path in tmp_path.iterdir()] == ["ipython"]
+
+
+@pytest.mark.parametrize("content", ["print('mine')\n", "", "{}", '{"format": "else"}', "[1]", "\udcff"])
+def test_a_file_of_somebody_elses_is_neither_replaced_nor_restored(notebook, file, content):
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    before = file.read_bytes()
+    shown = notebook.fail(f"%vram save {file}")
+    assert shown.startswith("VRAMError: The models cannot be written down.")
+    assert len(shown.splitlines()) == 4
+    assert file.read_bytes() == before
+    shown = notebook.fail(f"%vram restore {file}")
+    assert "\nIt is no file written by %vram save.\n" in shown
+    assert "KeyError" not in shown
+
+
+def test_a_file_of_ours_is_replaced(notebook, folder, file):
+    notebook.run(f"%vram save {file}")
+    notebook.run(f"%load_model a {folder}\n%vram save {file}")
+    assert [entry["name"] for entry in json.loads(file.read_text())["models"]] == ["a"]
 
 
 def test_weights_read_into_a_module_of_the_notebook_are_named_only(notebook, file, tmp_path):

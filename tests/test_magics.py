@@ -126,6 +126,56 @@ def test_what_is_no_expression_over_known_names_is_looked_for_as_a_path_or_hub_i
     assert "SourceError" in notebook.fail("%load_model tiny 17")
 
 
+def test_a_source_that_is_nowhere_says_where_it_was_looked_for_and_what_is_alike(notebook, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "llm").mkdir(parents=True)
+    shown = notebook.fail("%load_model tiny Biuld").splitlines()
+    nowhere = f"'Biuld' is no variable of this notebook and no file or folder here ({tmp_path}). The hub gave nothing: "
+    assert shown[2].startswith(nowhere)
+    assert shown[3] == "Did you mean the variable 'build'? %load_model NAME build"
+    shown = notebook.fail("%load_model tiny models/lmm").splitlines()
+    assert shown[2].startswith(f"'models/lmm' is no file or folder here ({tmp_path}). The hub gave nothing: ")
+    assert shown[3] == "Did you mean 'models/llm'? %load_model NAME models/llm"
+    assert notebook.fail("%load_model tiny 'Biuld'").count("variable") == 0  # in quotes it is a path or an id
+
+
+def test_a_download_is_suggested_only_for_what_looks_like_a_hub_id(notebook, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    assert "!hf download org/name " in notebook.fail("%load_model tiny org/name")
+    for source in ("models/name", "qwertz", "'two words'"):
+        assert "hf download" not in notebook.fail(f"%load_model tiny {source}")
+
+
+def test_a_mistyped_word_is_told_with_the_one_that_was_meant(notebook):
+    notebook.run("%load_model tiny build")
+    assert "did you mean %vram evict?" in notebook.fail("%vram evcit tiny")
+    assert "did you mean --pin?" in notebook.fail("%load_model tiny build --pni")
+    assert "did you mean --free?" in notebook.fail("%vram doctor --fre")
+    assert "Did you mean 'tiny'?" in notebook.fail("%vram why Tinny")
+    for line in ("%vram frobnicate", "%vram doctor --qqq", "%vram why nobody"):
+        assert "id you mean" not in notebook.fail(line)
+
+
+@pytest.mark.parametrize(
+    "line", ["%load_model tiny build --tier king", "%vram tier a king", "%vram plan 1MiB --tier king"]
+)
+def test_an_unknown_tier_says_that_a_number_will_do_and_how_to_add_one(notebook, line):
+    shown = notebook.fail(line)
+    assert "a tier is one of llm, tts, asr, or a whole number, not 'king'" in shown
+    remedy = next(text for text in shown.splitlines() if text.startswith("add it with: ")).removeprefix("add it with: ")
+    notebook.run(remedy.replace("RANK", "4"))
+    notebook.run("%load_model a build\n" + line)
+
+
+def test_what_is_no_dtype_is_a_usage_error(notebook):
+    result = notebook.shell.run_cell("%load_model tiny build --dtype float17")
+    assert type(result.error_in_exec) is UsageError
+    assert "float17 is no floating-point dtype of torch, such as bfloat16" in str(result.error_in_exec)
+    notebook.run("%load_model tiny build --dtype fp16")
+    assert notebook["tiny"][0].weight.dtype == notebook["torch"].float16
+
+
 def test_a_failed_load_binds_nothing_and_is_a_few_lines(notebook):
     shown = notebook.fail("%load_model tiny lambda: build(100)")
     assert shown.startswith("VRAMOutOfMemoryError: ")
@@ -180,7 +230,51 @@ def test_evict_says_what_stayed(notebook):
 def test_evict_all_spares_what_is_pinned_and_says_so(notebook):
     notebook.run("%load_model a build\n%load_model b build --pin")
     shown = notebook.run("%vram evict --all")
-    assert shown.splitlines() == ["freed 4.0 MiB", "b keeps 4.0 MiB on the device; see: %vram why b"]
+    assert shown.splitlines() == ["freed 4.0 MiB", "b stays: pinned"]
+    shown = notebook.run("%vram evict --all")
+    assert shown.splitlines() == ["freed 0 B", "a was out already", "b stays: pinned"]
+    assert notebook.run("%vram evict a").splitlines() == ["freed 0 B", "a was out already"]
+    assert "ModelInUseError: 'b' stays" in notebook.fail("%vram evict b")
+
+
+def test_evict_all_spares_what_is_in_use_and_says_so(notebook):
+    notebook.run("%load_model a build")
+    with vm.manager()["a"].lease():
+        assert notebook.run("%vram evict --all").splitlines() == ["freed 0 B", "a stays: in use by a call in progress"]
+
+
+def test_a_budget_that_is_too_low_tells_the_lowest_one_and_that_one_is_taken(notebook):
+    notebook.run("%load_model a build\n%load_model b build(9) --pin")
+    shown = notebook.fail("%vram budget 3")
+    assert shown.splitlines() == [
+        "VRAMOutOfMemoryError: A budget of 3 B is too low. 3 means 3 bytes.",
+        "9.0 MiB cannot leave; 64.0 MiB is the budget now, 51.0 MiB of it are free.",
+        "Held by: b 9.0 MiB (pinned), a 4.0 MiB.",
+        "Set at least: %vram budget 9MiB   or let it leave with: %vram unpin b",
+    ]
+    assert vm.manager()["a"].state == "device"
+    assert "means" not in notebook.fail("%vram budget 3KiB")
+    assert "means" not in notebook.fail("%vram budget 2000000")
+    assert notebook.run("%vram budget 9MiB") == "budget 9.0 MiB, freed 4.0 MiB\n"
+
+
+def test_what_a_live_graph_keeps_is_told_with_its_remedy(notebook):
+    notebook.run("%load_model a build\ny = a(torch.ones(1, 512, device=DEVICE))\n%vram evict a")
+    remedy = "an output that is still alive holds the graph: del it, or compute under torch.no_grad()"
+    assert remedy in notebook.run("%vram why a")
+    assert remedy in notebook.fail("%vram budget 1MiB").splitlines()[-1]
+    assert remedy in notebook.fail("t = torch.empty(62 << 20, dtype=torch.uint8, device=DEVICE)").splitlines()[-1]
+    notebook.run("del y\n%vram evict a")
+    assert remedy not in notebook.run("%vram why a")
+
+
+def test_the_doctor_is_named_where_other_tensors_hold_the_most(notebook):
+    notebook.run("%load_model a build\nt = torch.empty(8 << 20, dtype=torch.uint8, device=DEVICE)")
+    asks = "u = torch.empty({} << 20, dtype=torch.uint8, device=DEVICE)"
+    assert "%vram doctor" in notebook.fail(asks.format(60)).splitlines()[-1]
+    assert "%vram doctor" in notebook.fail(asks.format(99)).splitlines()[-1]
+    notebook.run("del t")
+    assert "%vram doctor" not in notebook.fail(asks.format(99))
 
 
 def test_every_name_is_looked_up_before_the_first_model_is_touched(notebook):
@@ -224,6 +318,8 @@ def test_log_shows_the_last_decisions(notebook):
     log = notebook.run("%vram log")
     assert log.count("evict a: ") == 2
     assert notebook.run("%vram log -n 1") == log  # all in one cell
+    for count in (0, -3):
+        assert "-n takes a whole number from 1 on" in notebook.fail(f"%vram log -n {count}")
 
 
 def test_why_tells_of_one_model_whatever_its_name_is(notebook):

@@ -269,7 +269,7 @@ def page(chromium):
     page.set_content(f"<style>{(folder / 'panel.css').read_text()}</style><div id=panel></div>")
     values = {
         "about": {"device": "cuda:0", "guard": "native", "tiers": {"llm": 0, "tts": 1, "asr": 2}, "since": now},
-        "state": state(["llm", "llm", "d", 4 * GIB, 4 * GIB, "d64", -12], [EVIL, "7", "kp", GIB, 0, "k16", -90]),
+        "state": state(["llm", "llm", "d", 4 * GIB, 4 * GIB, "d64", -12, 2], [EVIL, "7", "kp", GIB, 0, "k16", -90]),
         "events": [],
         "notice": {},
     }
@@ -318,6 +318,7 @@ def test_the_figures_are_seen(page):
         "out, in its file",
         "pinned",
         "1 min ago",
+        "calls need 2.0 MiB more",
     ):
         assert words in text
     assert page.locator("tbody tr").nth(0).locator(".vmp-map .vmp-cell").count() == 60  # 64 blocks, merged
@@ -358,6 +359,7 @@ def test_a_click_is_sent_once_and_shown_as_asked_until_it_is_answered(page):
 @browser
 @once
 def test_each_button_asks_for_its_own(page):
+    change(page, state=state(["llm", "llm", "p", 4 * GIB, 2 * GIB, "d32k32"], [EVIL, "7", "kp", GIB, 0, "k16", -90]))
     page.get_by_role("button", name="load llm").click()
     page.get_by_role("button", name="pin llm", exact=True).click()
     page.get_by_role("button", name=f"unpin {EVIL}").click()
@@ -373,6 +375,30 @@ def test_each_button_asks_for_its_own(page):
         ("plan", "", "3GiB"),
     ]
     assert len({m["id"] for m in page.evaluate("sent") if "id" in m}) == 5
+
+
+@browser
+@once
+def test_what_is_on_the_device_cannot_be_loaded_and_what_is_out_cannot_be_evicted(page):
+    load, evict = (page.get_by_role("button", name=f"{kind} llm") for kind in ("load", "evict"))
+    evil_load, evil_evict = (page.get_by_role("button", name=f"{kind} {EVIL}") for kind in ("load", "evict"))
+    off = [button.get_attribute("aria-disabled") for button in (load, evict, evil_load, evil_evict)]
+    assert off == ["true", "false", "false", "true"]
+    load.press("Enter")
+    assert load.evaluate("node => node === document.activeElement")
+    assert not sent(page, "load")
+    evict.press("Enter")
+    load.press("Enter")  # what was asked may be done by then
+    assert [message["kind"] for message in page.evaluate("sent") if "id" in message] == ["evict", "load"]
+
+
+@browser
+@once
+def test_a_plan_without_a_size_asks_for_one(page):
+    page.get_by_label("What would leave for").fill(" ")
+    page.get_by_role("button", name="plan").click()
+    assert page.get_by_role("status").inner_text() == "type a size, such as 3GiB"
+    assert not sent(page, "plan")
 
 
 @browser

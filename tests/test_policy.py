@@ -158,7 +158,7 @@ def test_a_plan_reads_as_text() -> None:
 def test_an_unsatisfied_plan_says_what_is_missing_and_who_is_spared() -> None:
     text = str(decide(0, 3 * GiB, model("llm", GiB, workspace=True), model("asr", GiB, spared="pinned", rank=2)))
     assert text.splitlines() == [
-        "not enough room: at most 2.0 GiB missing, so no block would leave",
+        "not enough room: 2.0 GiB would still be missing if everything left, so no block would leave",
         "  1. llm: no block (workspace: idle, can give memory back without leaving)",
         "  llm stays: may leave, but all that may leave is not enough",
         "  asr stays: pinned",

@@ -9,6 +9,7 @@ import sys
 import types
 import weakref
 
+import pytest
 import torch
 from place import DEVICE
 
@@ -16,6 +17,11 @@ import vram_magic as vm
 from vram_magic.notebook import doctor
 
 MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def without_the_garbage_of_other_tests():
+    gc.collect()
 
 
 def used_bytes():

@@ -30,7 +30,12 @@ def test_the_budget_takes_effect_at_once_and_shows_what_the_magic_sets(notebook)
     notebook.run("%config VRAMMagics.budget = '96MiB'")
     assert vm.manager().budget_bytes == 96 * MIB
     notebook.run("%vram budget 48MiB")
-    assert magics(notebook).budget == str(48 * MIB)
+    assert magics(notebook).budget == "48MiB"
+    notebook.run("%vram budget 50000000")
+    assert magics(notebook).budget == "50000000"  # no unit says it exactly
+    notebook.run("%config VRAMMagics.budget = '0.0625GiB'")
+    notebook.run("%vram")
+    assert magics(notebook).budget == "0.0625GiB"  # as it was written
     notebook.run("%vram budget auto")
     assert magics(notebook).budget == "auto"
     assert vm.manager().budget_setting == "auto"
@@ -43,7 +48,7 @@ def test_a_budget_that_cannot_be_is_told_and_the_old_one_stays(notebook, caplog)
     notebook.run("%load_model net build(8) --pin")
     notebook.run("%config VRAMMagics.budget = '4MiB'")
     assert "Held by: net" in caplog.text
-    assert (magics(notebook).budget, vm.manager().budget_bytes) == (str(64 * MIB), 64 * MIB)
+    assert (magics(notebook).budget, vm.manager().budget_bytes) == ("64MiB", 64 * MIB)
     notebook.run("%config VRAMMagics.budget = 'plenty'")
     assert "plenty" in caplog.text
     assert vm.manager().budget_bytes == 64 * MIB
@@ -74,7 +79,8 @@ def test_what_comes_too_late_is_refused_and_the_way_out_is_told(notebook, settin
 
 def test_the_line_under_a_cell_can_be_turned_off(notebook):
     notebook.run("%load_model net build")
-    makes_leave = "t = torch.empty(62 << 20, dtype=torch.uint8, device=DEVICE); del t"
+    notebook.run("import vram_magic as vm")
+    makes_leave = "t = torch.empty(vm.manager().free_bytes + 1, dtype=torch.uint8, device=DEVICE); del t"
     assert "net left" in notebook.run(makes_leave)
     notebook.run("%vram load net\n%config VRAMMagics.tell_departures = False")
     assert notebook.run(makes_leave) == ""

@@ -96,13 +96,14 @@ class Core:
             room = self.room(request, required=model, flushed=attempt > 0)
             try:
                 assert room.reservation is not None  # noqa: S101  a room without an error has one
-                begun = time.perf_counter()
+                begun, before = time.perf_counter(), model.device_bytes
                 model.load(room.reservation)
             except OutOfMemoryError as error:
                 if isinstance(error, VRAMOutOfMemoryError) or attempt == _LOAD_ATTEMPTS - 1:
                     raise
             else:
-                self.journal.arrivals.append(Arrival(model.name, missing, 1000 * (time.perf_counter() - begun)))
+                arrived, ms = model.device_bytes - before, 1000 * (time.perf_counter() - begun)
+                self.journal.arrivals.append(Arrival(model.name, arrived, ms))
                 return
             finally:
                 room.release()
@@ -123,12 +124,34 @@ class Core:
                 return
             if isinstance(model, EngineModel) and not self.closed:
                 settled(self.workers.decide(self.reclaimer.evict, model, f"forget {model.name}"))
-            room = self._room_to_read_back(model)
+            room, sharing = self._room_to_read_back(model), self._sharing(model)
             self.registry.remove(model)
             try:
                 settled(self.workers.decide(model.release, room.reservation))
             finally:
                 room.release()
+                for other in sharing:
+                    other.renew_entries()  # its modules may have been shadowed on behalf of this one
+
+    def _sharing(self, model: ManagedModel) -> list[TorchModel]:
+        """The other models that have some of its weights."""
+        with self.registry.lock:
+            others = [other for other in self.registry.models.values() if other is not model]
+        if not isinstance(model, TorchModel):
+            return []
+        return [other for other in others if isinstance(other, TorchModel) and other.body.keys & model.body.keys]
+
+    def forget_all(self) -> None:
+        """Takes every model out of management, whatever becomes of one; then raises the first failure."""
+        models, failure = list(self.registry.models.values()), None
+        for model in models:
+            try:
+                self.forget(model)
+            except BaseException as error:  # noqa: BLE001  raised below
+                failure = failure or error
+                self.registry.remove(model)  # or its calls would wait for threads that are gone
+        if failure is not None:
+            raise failure
 
     def _room_to_read_back(self, model: ManagedModel) -> Room:
         need = settled(self.workers.decide(model.body.hand_back_bytes)) if isinstance(model, TorchModel) else 0

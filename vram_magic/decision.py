@@ -42,7 +42,6 @@ class Decision:
     request: Request
     required: ManagedModel | None
     credit_bytes: int
-    verb: str = "needs"
     had_bytes: int = 0
     freed_bytes: int = 0
     left: list[StepTaken] = field(default_factory=list)
@@ -58,7 +57,6 @@ class Decision:
     offers_workspaces: bool = False
     """Whether they were not asked yet."""
     collected: bool = False
-    wanted_budget_bytes: int | None = None
     may_rest: bool = False
     """Whether the asker is in no operation."""
 

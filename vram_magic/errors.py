@@ -11,10 +11,12 @@
 
 A message has four parts, one a line: what happened, the numbers, the cause, the command that helps.
 This module knows nothing of torch, devices or notebooks, except that IPython asks an exception for
-``_render_traceback_``: there the few lines are worth more than a traceback.
+``_render_traceback_``: there the few lines are worth more than a traceback. `closest` is for their last part.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 __all__ = [
     "BackingLostError",
@@ -22,7 +24,17 @@ __all__ = [
     "SourceError",
     "UnknownModelError",
     "VRAMError",
+    "closest",
 ]
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """The one of the words that was probably meant; empty when none is alike."""
+    from difflib import get_close_matches  # here: only who mistyped pays for it
+
+    folded = {name.casefold(): name for name in known}
+    alike = get_close_matches(word.casefold(), folded, n=1)
+    return folded[alike[0]] if alike else ""
 
 
 class VRAMError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vram_magic.journal import Journal
 from vram_magic.models.managed import ManagedModel, TorchModel
+from vram_magic.oom import cure
 from vram_magic.residency.parts import Figures
 from vram_magic.sizes import format_size
 
@@ -69,6 +70,7 @@ def _weights(model: TorchModel) -> list[str]:
         )
     if model.body.staying:
         lines.append(f"When last moved, not everything went along: {model.body.staying}.")
+        lines += [f"{text}." for text in [cure(model.body.staying)] if text]
     return lines
 
 

@@ -111,7 +111,11 @@ class Loading:
         thing = self._built(name, found)
         with self._replacing(name, thing):
             model = self.register(name, thing, wishes, found.folder)
-            model.key, model.source, model.dtype = found.key, _named(source) if into is None else None, dtype
+            model.key = found.key
+            if found.kind == "object":  # it may be known already, and then where it was read from still holds
+                model.dtype = dtype or model.dtype
+            else:
+                model.source, model.dtype = _named(source) if into is None else None, dtype
             self._processors[model] = functools.cache(found.processor or _nothing)
             try:
                 if not lazy:

@@ -9,10 +9,11 @@ from torch import OutOfMemoryError
 from vram_magic.errors import VRAMError
 from vram_magic.sizes import format_size
 
-__all__ = ["OTHER_PROCESSES", "OTHER_TENSORS", "VRAMOutOfMemoryError", "refusal"]
+__all__ = ["OTHER_PROCESSES", "OTHER_TENSORS", "VRAMOutOfMemoryError", "cure", "refusal", "too_low"]
 
 OTHER_TENSORS = "other tensors"
 OTHER_PROCESSES = "other processes"
+_MIB = 1 << 20
 
 
 class VRAMOutOfMemoryError(VRAMError, OutOfMemoryError):
@@ -54,27 +55,90 @@ def refusal(
     spared: Mapping[str, str],
     missing_bytes: int,
     left: str,
-    wanted_budget_bytes: int | None = None,
 ) -> VRAMOutOfMemoryError:
     """The error for a request that cannot be met.
 
     ``spared``: why a model stays; ``missing_bytes``: what lacks with all that may leave; ``left``: what left.
     """
+    remedy = _remedy(needed_bytes, missing_bytes, budget_bytes, holders, spared)
+    text = (
+        f"Not enough memory on {device}: {what}.\n"
+        f"The budget is {format_size(budget_bytes)}, {format_size(max(free_bytes, 0))} of it are free{_gone(left)}.\n"
+        f"{_held(holders, spared)}\n{_hints(holders, spared)}{remedy}{_doctor(holders)}"
+    )
+    return VRAMOutOfMemoryError(
+        text, needed_bytes=needed_bytes, free_bytes=free_bytes, budget_bytes=budget_bytes, holders=holders
+    )
+
+
+def too_low(
+    *,
+    wanted_bytes: int,
+    used_bytes: int,
+    free_bytes: int,
+    budget_bytes: int,
+    holders: Mapping[str, int],
+    spared: Mapping[str, str],
+    missing_bytes: int,
+    left: str,
+) -> VRAMOutOfMemoryError:
+    """The error for a budget that is lower than what stays with all that may leave. The words are `refusal`'s.
+
+    ``needed_bytes`` of the error is what would have to leave.
+    """
+    lowest_bytes = wanted_bytes + missing_bytes
+    pinned = _largest_pinned(holders, spared)
+    text = (
+        f"A budget of {format_size(wanted_bytes)} is too low.\n"
+        f"{format_size(lowest_bytes)} cannot leave; {format_size(budget_bytes)} is the budget now, "
+        f"{format_size(max(free_bytes, 0))} of it are free{_gone(left)}.\n"
+        f"{_held(holders, spared)}\n"
+        f"{_hints(holders, spared)}Set at least: %vram budget {-(-lowest_bytes // _MIB)}MiB"
+        f"{pinned and f'   or let it leave with: %vram unpin {pinned}'}{_doctor(holders)}"
+    )
+    needed_bytes = used_bytes - wanted_bytes
+    return VRAMOutOfMemoryError(
+        text, needed_bytes=needed_bytes, free_bytes=free_bytes, budget_bytes=budget_bytes, holders=holders
+    )
+
+
+def cure(reason: str) -> str:
+    """What helps against a weight's reason to stay, where its words do not say; else empty."""
+    if "autograd graph" not in reason:
+        return ""
+    return (
+        "Unless an operation runs now, an output that is still alive holds the graph: del it, "
+        "or compute under torch.no_grad()"
+    )
+
+
+def _held(holders: Mapping[str, int], spared: Mapping[str, str]) -> str:
     held = ", ".join(
         f"{name} {format_size(size)}" + (f" ({spared[name]})" if spared.get(name) else "")
         for name, size in sorted(holders.items(), key=lambda item: -item[1])
         if size
     )
-    remedy = _remedy(needed_bytes, missing_bytes, wanted_budget_bytes or budget_bytes, holders, spared)
-    text = (
-        f"Not enough memory on {device}: {what}.\n"
-        f"The budget is {format_size(budget_bytes)}, {format_size(max(free_bytes, 0))} of it are free"
-        f"{left and f'; {left} left and it was not enough'}.\n"
-        f"Held by: {held or 'nobody'}.\n{remedy}"
-    )
-    return VRAMOutOfMemoryError(
-        text, needed_bytes=needed_bytes, free_bytes=free_bytes, budget_bytes=budget_bytes, holders=holders
-    )
+    return f"Held by: {held or 'nobody'}."
+
+
+def _gone(left: str) -> str:
+    return f"; {left} left and it was not enough" if left else ""
+
+
+def _hints(holders: Mapping[str, int], spared: Mapping[str, str]) -> str:
+    cures = dict.fromkeys(cure(reason) for name, reason in spared.items() if holders.get(name))
+    return "".join(f"{text}. " for text in cures if text)
+
+
+def _doctor(holders: Mapping[str, int]) -> str:
+    if not holders.get(OTHER_TENSORS) or holders[OTHER_TENSORS] < max(holders.values()):
+        return ""
+    return "   See what the other tensors are with: %vram doctor"
+
+
+def _largest_pinned(holders: Mapping[str, int], spared: Mapping[str, str]) -> str:
+    pinned = {name: size for name, size in holders.items() if spared.get(name) == "pinned"}
+    return max(pinned, key=pinned.__getitem__, default="")
 
 
 def _remedy(needed: int, missing: int, budget: int, holders: Mapping[str, int], spared: Mapping[str, str]) -> str:
@@ -95,5 +159,5 @@ def _remedy(needed: int, missing: int, budget: int, holders: Mapping[str, int], 
 
 
 def _round_up(size_bytes: int) -> str:
-    unit, name = (1 << 30, "GiB") if size_bytes >= 1 << 30 else (1 << 20, "MiB")
+    unit, name = (1 << 30, "GiB") if size_bytes >= 1 << 30 else (_MIB, "MiB")
     return f"{-(-size_bytes // unit)}{name}"

@@ -7,6 +7,7 @@ seen. Lock: a leaf of its own, held for arithmetic only. Refuses to know whose l
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 
@@ -24,6 +25,17 @@ class Lap:
         self.start_bytes = self.peak_bytes = start_bytes
 
 
+_all: weakref.WeakSet[Peaks] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for peaks in _all:
+        peaks.become_child()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 class Peaks:
     """The laps of one meter."""
 
@@ -31,6 +43,11 @@ class Peaks:
         self._meter = meter
         self._whole = 0
         self._laps: weakref.WeakSet[Lap] = weakref.WeakSet()  # an interrupted cell's is never ended
+        self._lock = threading.RLock()
+        _all.add(self)
+
+    def become_child(self) -> None:
+        """The lock may have been held by a thread that a forked child has not."""
         self._lock = threading.RLock()
 
     @property

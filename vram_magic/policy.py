@@ -114,7 +114,7 @@ class Plan:
     def _headline(self) -> str:
         if not self.satisfied:
             missing = format_size(self.missing_bytes)
-            return f"not enough room: at most {missing} missing, so no block would leave"
+            return f"not enough room: {missing} would still be missing if everything left, so no block would leave"
         if not self.steps:
             return "fits already: nothing would leave"
         return f"would free {format_size(self.freed_bytes)}:"

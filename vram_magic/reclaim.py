@@ -15,7 +15,7 @@ from vram_magic.decision import Decision, Room
 from vram_magic.devices.base import AUTO, Device
 from vram_magic.journal import Journal, Record, StepTaken
 from vram_magic.models.managed import Candidates, EngineModel, ManagedModel, TorchModel
-from vram_magic.oom import OTHER_PROCESSES, OTHER_TENSORS, VRAMOutOfMemoryError, refusal
+from vram_magic.oom import OTHER_PROCESSES, OTHER_TENSORS, VRAMOutOfMemoryError, refusal, too_low
 from vram_magic.policy import ModelState, Plan, Request, Snapshot, Step, plan
 from vram_magic.registry import Registry
 from vram_magic.residency.parts import Key
@@ -81,11 +81,10 @@ class Reclaimer:
         meter = self._device.meter
         asked_by = f"a budget of {format_size(budget_bytes)}"
         request = Request(max(meter.committed_bytes - budget_bytes, 0) + self.available_bytes(), asked_by=asked_by)
-        decision = Decision(request, None, 0, verb="is too low by", had_bytes=self.available_bytes())
+        decision = Decision(request, None, 0, had_bytes=self.available_bytes())
         decision.may_rest = True
         if not self._fits(decision):
             self._ask_workspaces(decision)
-        decision.wanted_budget_bytes = budget_bytes
         before = self._device.budget_setting
         try:
             self._leave_until_it_holds(decision, budget_bytes)
@@ -101,14 +100,16 @@ class Reclaimer:
         return decision.freed_bytes
 
     def _leave_until_it_holds(self, decision: Decision, budget_bytes: int) -> None:
-        if not self._plan(decision).satisfied:
-            raise self._refusal(decision)
-        self._device.set_budget(budget_bytes)  # first, so that nobody takes the room that is being made
-        while (had := self.available_bytes()) < 0:
+        before, fits = self._device.budget_setting, self._plan(decision).satisfied
+        if fits:
+            self._device.set_budget(budget_bytes)  # first, so that nobody takes the room that is being made
+        while fits and self.available_bytes() < 0:
             decision.request = Request(0, asked_by=decision.request.asked_by)
-            if not self._one_round(decision):
-                decision.request = Request(-had, asked_by=decision.request.asked_by)
-                raise self._refusal(decision)
+            fits = self._one_round(decision)
+        if not fits:
+            self._device.set_budget(before)  # the error tells what holds again
+            used, free = self._device.meter.committed_bytes, self.available_bytes()
+            raise too_low(wanted_bytes=budget_bytes, used_bytes=used, free_bytes=free, **self._circumstances(decision))
 
     def evict(self, model: ManagedModel, asked_by: str) -> int:
         """Moves out what can leave of a model that the caller has marked; returns the bytes."""
@@ -347,30 +348,32 @@ class Reclaimer:
         return self.holders() | {OTHER_PROCESSES: outside.foreign_bytes}, outside.processes
 
     def _refusal(self, decision: Decision) -> VRAMOutOfMemoryError:
+        request = decision.request
+        return refusal(
+            device=self._device.name,
+            what=f"{request.asked_by or 'this request'} needs {format_size(request.need_bytes)}",
+            needed_bytes=request.need_bytes,
+            free_bytes=self.available_bytes() + decision.credit_bytes,
+            **self._circumstances(decision),
+        )
+
+    def _circumstances(self, decision: Decision) -> dict[str, Any]:
+        """Who holds what, and why, for an error."""
         with self._registry.lock:
             spared = {
                 name: self._spared(model, decision.required) or decision.stuck.get(name) or _kept(decision, name)
                 for name, model in self._registry.models.items()
             }
-        request, budget = decision.request, decision.wanted_budget_bytes
-        needed, free = request.need_bytes, self.available_bytes() + decision.credit_bytes
-        if budget is not None:
-            needed, free = self._device.meter.committed_bytes - budget, 0
         holders, processes = self._holders_of_all()
         if processes:
             spared[OTHER_PROCESSES] = ", ".join(processes)
-        return refusal(
-            device=self._device.name,
-            what=f"{request.asked_by or 'this request'} {decision.verb} {format_size(needed)}",
-            needed_bytes=needed,
-            free_bytes=free,
-            budget_bytes=self._device.budget_bytes,
-            wanted_budget_bytes=budget,
-            holders=holders,
-            spared=spared,
-            missing_bytes=decision.plan.missing_bytes if decision.plan else 0,
-            left=", ".join(f"{step.model} {format_size(step.bytes)}" for step in decision.left),
-        )
+        return {
+            "budget_bytes": self._device.budget_bytes,
+            "holders": holders,
+            "spared": spared,
+            "missing_bytes": decision.plan.missing_bytes if decision.plan else 0,
+            "left": ", ".join(f"{step.model} {format_size(step.bytes)}" for step in decision.left),
+        }
 
     def _record(self, decision: Decision, reason: str) -> None:
         snapshot, request, chosen = decision.first or (None, decision.request, None)

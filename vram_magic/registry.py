@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from vram_magic.errors import UnknownModelError, VRAMError
+from vram_magic.errors import UnknownModelError, VRAMError, closest
 from vram_magic.models.managed import ManagedModel
 from vram_magic.oom import VRAMOutOfMemoryError
 from vram_magic.policy import DEFAULT_TIERS
@@ -96,12 +96,13 @@ class Registry:
         """The model of that name. Raises `UnknownModelError`."""
         with self.lock:
             model = self.models.get(name)
-            names = ", ".join(sorted(self.models)) or "none"
+            names = sorted(self.models)
         if model is None:
+            meant = closest(str(name), names)
             raise UnknownModelError(
-                f"No model is called {name!r}.\nManaged are: {names}.\n"
+                f"No model is called {name!r}.\nManaged are: {', '.join(names) or 'none'}.\n"
                 "It was never loaded, or was forgotten, or its last reference went.\n"
-                f"Load it with: %load_model {name} SOURCE"
+                f"{f'Did you mean {meant!r}? Else load' if meant else 'Load'} it with: %load_model {name} SOURCE"
             )
         return model
 

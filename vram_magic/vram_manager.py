@@ -113,8 +113,7 @@ class VRAMManager:
             return
         self._core.closed = True
         try:
-            for model in list(self._core.registry.models.values()):
-                self._core.forget(model)
+            self._core.forget_all()
         finally:  # an interrupt must not leave the guard in
             if self._guard is not None:
                 self._guard.uninstall()

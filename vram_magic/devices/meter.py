@@ -76,6 +76,9 @@ class Meter(Protocol):
     def owns(self, storage: Any) -> bool:
         """Whether the memory came from the allocator that is metered."""
 
+    def counts(self, storage: Any) -> bool:
+        """Whether the memory is in `live_bytes`, as far as that can be told."""
+
 
 class _Drawn:
     """What a thread draws on, where no allocator is limited: only noted, for `Meter.credit_bytes`."""
@@ -143,6 +146,9 @@ class LedgerMeter:
 
     def owns(self, storage: Any) -> bool:  # noqa: ARG002  it sees no allocator
         return False
+
+    def counts(self, storage: Any) -> bool:  # noqa: ARG002  only what it was told
+        return True
 
     def adopt(self, storage_address: int, size_bytes: int) -> None:  # noqa: ARG002  told once a storage
         with self._lock:
@@ -233,6 +239,9 @@ class MeasuredMeter:
             self._spent -= size_bytes
 
     def owns(self, storage: Any) -> bool:  # noqa: ARG002  the device tells by the storage's place
+        return True
+
+    def counts(self, storage: Any) -> bool:  # noqa: ARG002  all that the allocator gives
         return True
 
     def adopt(self, storage_address: int, size_bytes: int) -> None:

@@ -196,6 +196,12 @@ int vm_owns(int, c10::StorageImpl* storage) {
   return free == &release || free == &release_adopted || (base_free && free == base_free);
 }
 
+// Whether it is in the live bytes: memory from before the guard is not, unless it was adopted.
+int vm_counts(int, c10::StorageImpl* storage) {
+  auto free = storage->_mutable_data_ptr_no_checks().get_deleter();
+  return free == &release || free == &release_adopted;
+}
+
 // Counts a storage that was allocated before the guard. Returns its bytes, 0 when it is counted already or empty,
 // -1 when its memory is not the CPU allocator's (a mapping, numpy's).
 int64_t vm_adopt(int, c10::StorageImpl* storage) {

@@ -134,6 +134,7 @@ int vm_owns(int index, c10::StorageImpl* storage) {
   return from && static_cast<int>(pointer.device().type()) == served_type.load() && pointer.device().index() == index &&
          pointer.get_deleter() == from->raw_deleter();
 }
+int vm_counts(int index, c10::StorageImpl* storage) { return vm_owns(index, storage); }
 int64_t vm_adopt(int, c10::StorageImpl*) { return 0; }  // the allocator has counted it since it was made
 
 // Nanoseconds for so many allocations of n bytes and their frees, without Python; -1 when one failed.

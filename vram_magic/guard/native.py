@@ -92,6 +92,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "vm_spend": (None, [_int, _pointer, _int64]),
     "vm_give_back": (None, [_int, _int64]),
     "vm_owns": (_int, [_int, _pointer]),
+    "vm_counts": (_int, [_int, _pointer]),
     "vm_adopt": (_int64, [_int, _pointer]),
 }
 _ACCELERATOR_SIGNATURES: dict[str, tuple[object, list[object]]] = {
@@ -290,6 +291,10 @@ class NativeGuard:
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """Whether the storage's memory came from torch's allocator, so that freeing it gives room."""
         return bool(self._library.vm_owns(self._index, storage._cdata))
+
+    def counts(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage's memory is in `live_bytes`."""
+        return bool(self._library.vm_counts(self._index, storage._cdata))
 
     def adopt(self, storage_address: int, size_bytes: int) -> None:  # noqa: ARG002  the storage knows its size
         self._library.vm_adopt(self._index, storage_address)

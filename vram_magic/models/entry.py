@@ -327,7 +327,8 @@ class EntryPoints:
     @staticmethod
     def _branches(roots: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """The roots' children that people call by themselves. Not torch's own single layers: it would cost too much."""
-        children = [child for root in roots for child in root.children()]
+        callers = [root for root in roots if not isinstance(root, torch.nn.Sequential)]  # whose children are its layers
+        children = [child for root in callers for child in root.children()]
         return [child for child in children if not _is_torchs(type(child)) or next(child.children(), None) is not None]
 
     def _announced(self, roots: list[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -11,17 +11,18 @@ A library is imported only when a source asks for it.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from vram_magic.errors import SourceError, VRAMError
+from vram_magic.errors import SourceError, VRAMError, closest
 from vram_magic.models.filling import dtype_in_file, ties
 from vram_magic.models.origin import checkpoints_in, state_entries
 from vram_magic.residency.checkpoint import Checkpoint, some_of
@@ -29,7 +30,11 @@ from vram_magic.residency.checkpoint import Checkpoint, some_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Loader", "downloaded", "loaders", "processor_of", "reading", "refused"]
+__all__ = ["NOWHERE", "Loader", "downloaded", "loaders", "processor_of", "reading", "refused", "unfound"]
+
+NOWHERE = "is no file or folder here"
+"""So begins the cause where nothing has the name."""
+_LISTED = 10_000  # entries of a folder
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_PICKLES = ["*pytorch_model*.bin"]
@@ -68,10 +73,26 @@ def downloaded(repo_id: str) -> Path:
         if not any(folder.rglob("*.safetensors")):
             hub.snapshot_download(repo_id, allow_patterns=_HUB_PICKLES, ignore_patterns=_HUB_OTHER_RUNTIMES)
     except Exception as error:
-        cause = f"No folder has that name, and the hub gave nothing: {_first_line(error)}"
-        remedy = f"!hf download {repo_id}   (while online)"
-        raise refused(repo_id, cause, remedy) from error
+        owner, slash, _ = repo_id.partition("/")
+        download = f"!hf download {repo_id}   (while online)" if slash and not Path(owner).is_dir() else ""
+        raise unfound(repo_id, f"The hub gave nothing: {_first_line(error)}", download) from error
     return folder
+
+
+def unfound(name: str, hub: str, download: str = "") -> SourceError:
+    """The error for what is no path; ``hub``: why it is no hub id either, ``download``: what would fetch it."""
+    here, alike = "", ""
+    with suppress(OSError, ValueError):  # there may be no such folder, or no current one
+        here = f" ({os.getcwd()})"
+        path = Path(name).expanduser()
+        with os.scandir(path.parent) as entries:
+            known = [entry.name for entry in itertools.islice(entries, _LISTED)]
+        if meant := closest(path.name, known):
+            alike = str(path.with_name(meant))
+    guess = f"Did you mean {alike!r}? %load_model NAME {alike}" if alike else ""
+    remedies = [text for text in (guess, download) if text]
+    cause = f"{name!r} {NOWHERE}{here}. {hub}"
+    return refused(name, cause, "   or ".join(remedies)) if remedies else refused(name, cause)
 
 
 def _load_transformer(folder: Path, dtype: torch.dtype | None) -> object:

@@ -275,6 +275,10 @@ class TorchModel(ManagedModel):
         else:
             self._entries.watch_children(self)
 
+    def renew_entries(self) -> None:
+        """Shadows anew what can be called."""
+        self._entries.look_anew(self)
+
     def release(self, reservation: Reservation | None = None) -> None:
         if self._finalizer is not None:
             self._finalizer.detach()

@@ -22,7 +22,7 @@ from torch import nn
 
 from vram_magic.models.filling import fill
 from vram_magic.models.holding import holds_modules, modules_of
-from vram_magic.models.libraries import Loader, downloaded, loaders, processor_of, reading, refused
+from vram_magic.models.libraries import Loader, downloaded, loaders, processor_of, reading, refused, unfound
 from vram_magic.models.origin import checkpoints_in
 from vram_magic.residency.checkpoint import INDEX_SUFFIX, Checkpoint, FileIdentity
 
@@ -138,7 +138,7 @@ def _from_name(source: str | os.PathLike[str], dtype: torch.dtype | None, into: 
         return _from_file(path, dtype, into)
     if isinstance(source, str) and _HUB_ID.fullmatch(source):
         return _from_folder(downloaded(source), dtype, into)
-    raise refused(source, "There is no such file or folder, and it is not the form of a hub id.")
+    raise unfound(str(source), "It has not the form of a hub id.")
 
 
 def _from_file(path: Path, dtype: torch.dtype | None, into: object) -> Source:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from IPython.core.error import UsageError
 
+from vram_magic.errors import closest
 from vram_magic.sizes import parse_size
 
 __all__ = ["Arguments", "unquoted"]
@@ -34,6 +35,8 @@ class Arguments:
     def __init__(self, line: str, usage: str, read: Callable[[str], str] | None = None) -> None:
         self.usage = usage
         self._read = read or unquoted
+        self._options: list[str] = []
+        """What was asked for, so that a mistyped one can be told from them."""
         self._chunks: list[str] = []
         for chunk in self._split(line.strip().rstrip(";")):
             assigned = _ASSIGNED.fullmatch(chunk)
@@ -63,6 +66,7 @@ class Arguments:
 
     def flag(self, *names: str) -> bool:
         """Whether one of the spellings is there; takes it out."""
+        self._options += names
         found = any(chunk in names for chunk in self._chunks)
         self._chunks = [chunk for chunk in self._chunks if chunk not in names]
         return found
@@ -85,6 +89,7 @@ class Arguments:
         return self._value(name, lambda start: self._end_of_words(start) if start > 2 else start + 1)
 
     def _value(self, name: str, end_of: Callable[[int], int]) -> str | None:
+        self._options.append(name)
         if name not in self._chunks:
             return None
         start = self._chunks.index(name) + 1
@@ -107,7 +112,8 @@ class Arguments:
         """The chunks that are no option, as they were written; call it when all options are taken out."""
         unknown = next((chunk for chunk in self._chunks if _OPTION.fullmatch(chunk)), None)
         if unknown is not None:
-            raise self.wrong(f"there is no option {unknown}")
+            meant = closest(unknown, self._options)
+            raise self.wrong(f"there is no option {unknown}" + (f"; did you mean {meant}?" if meant else ""))
         return self._chunks
 
     def names(self, what: str = "NAME") -> list[str]:
@@ -145,7 +151,13 @@ class Arguments:
         """A tier's name, or a bare rank."""
         if text.removeprefix("-").isdecimal():
             return int(text)
-        return self.choice("a tier", text, sorted(tiers, key=tiers.__getitem__))
+        if text not in tiers:
+            known = ", ".join(sorted(tiers, key=tiers.__getitem__))
+            raise self.wrong(
+                f"a tier is one of {known}, or a whole number, not {text!r}\n"
+                f"add it with: import vram_magic as vm; vm.manager().tiers[{text!r}] = RANK"
+            )
+        return text
 
     def size(self) -> str:
         """What is left, as a size; ``64 MiB`` may be two words."""

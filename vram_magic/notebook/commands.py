@@ -16,7 +16,7 @@ from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 import vram_magic
-from vram_magic.errors import ModelInUseError
+from vram_magic.errors import ModelInUseError, VRAMError, closest
 from vram_magic.notebook.arguments import Arguments
 from vram_magic.notebook.kept import restore, save
 from vram_magic.notebook.panel import close_panel, open_panel
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "run"]
 
 _LOGGED = 10  # cells and decisions
+_FEW = 2**20  # bytes; a bare number below it was hardly meant as bytes
 
 
 class Command:
@@ -56,7 +57,9 @@ def run(line: str) -> None:
     word, _, rest = line.strip().rstrip(";").partition(" ")
     word = {"--help": "help", "-h": "help"}.get(word, word)
     if word not in COMMANDS:
-        raise UsageError(f"there is no %vram {word}; %vram help lists what there is")
+        meant = closest(word, filter(None, COMMANDS))
+        guess = f"did you mean %vram {meant}? " if meant else ""
+        raise UsageError(f"there is no %vram {word}; {guess}%vram help lists what there is")
     COMMANDS[word].run(rest)
 
 
@@ -80,7 +83,13 @@ def _budget(arguments: Arguments) -> None:
     words = arguments.names("SIZE")
     setting = "auto" if words == ["auto"] else arguments.size()
     manager = vram_magic.manager()
-    freed = manager.set_budget(setting)
+    try:
+        freed = manager.set_budget(setting)
+    except VRAMError as error:
+        if setting.isdecimal() and int(setting) < _FEW:
+            first, rest = str(error).split("\n", 1)
+            error.args = (f"{first} {setting} means {setting} bytes.\n{rest}",)
+        raise
     print(f"budget {format_size(manager.budget_bytes)}" + (f", freed {format_size(freed)}" if freed else ""))
 
 
@@ -94,24 +103,34 @@ def _load(arguments: Arguments) -> None:
 
 
 def _evict(arguments: Arguments) -> None:
-    if arguments.flag("--all"):
+    if spares := arguments.flag("--all"):
         arguments.exactly()
         handles = list(vram_magic.manager().models.values())
-        freed = sum(_evicted_if_idle(handle) for handle in handles)
     else:
         _, handles = _named(arguments)
-        freed = sum(handle.evict() for handle in handles)
-    print(f"freed {format_size(freed)}")
-    for handle in handles:
-        if left := handle.device_bytes:
-            print(f"{handle.name} keeps {format_size(left)} on the device; see: %vram why {_quoted(handle.name)}")
+    outcomes = [_evicted(handle, spares=spares) for handle in handles]
+    print(f"freed {format_size(sum(freed for freed, _ in outcomes))}")
+    for _, line in outcomes:
+        if line:
+            print(line)
 
 
-def _evicted_if_idle(handle: Handle) -> int:
+def _evicted(handle: Handle, *, spares: bool) -> tuple[int, str]:
+    """The bytes freed, and what to tell of the model. ``spares``: one that is in use or pinned is no error."""
+    was_out = handle.total_bytes > 0 == handle.device_bytes
     try:
-        return handle.evict()
-    except ModelInUseError:
-        return 0  # the line about what it keeps tells
+        freed = handle.evict()
+    except ModelInUseError as error:
+        if not spares:
+            raise
+        freed, cause = 0, str(error).splitlines()[2]
+        if not was_out:
+            return 0, f"{handle.name} stays: {cause.removeprefix('It is ').rstrip('.')}"
+    if was_out and not freed:
+        return 0, f"{handle.name} was out already"
+    left = handle.device_bytes
+    why = f"see: %vram why {_quoted(handle.name)}"
+    return freed, f"{handle.name} keeps {format_size(left)} on the device; {why}" if left else ""
 
 
 def _pin(arguments: Arguments) -> None:
@@ -151,8 +170,9 @@ def _plan(arguments: Arguments) -> None:
 def _log(arguments: Arguments) -> None:
     count = arguments.whole_number("-n")
     arguments.exactly()
-    count = _LOGGED if count is None else max(count, 0)
-    lines = log_lines(vram_magic.manager().journal, stories_of(get_ipython()), count)
+    if count is not None and count < 1:
+        raise arguments.wrong("-n takes a whole number from 1 on")
+    lines = log_lines(vram_magic.manager().journal, stories_of(get_ipython()), count or _LOGGED)
     print("\n".join(lines) or "nothing had to be decided yet")
 
 

@@ -2,9 +2,10 @@
 
 Python keeps the last exception in ``sys.last_*`` and the shell keeps its traceback once more; dropping one of them is
 not enough. After a cell that ran out of memory they go when the next cell begins, before any model has to leave; the
-frames of other failures are ``%debug``'s, and only the doctor offers to let go of them.
+frames of other failures are ``%debug``'s, and only the doctor offers to let go of them. What earlier failures left in
+cycles, which nobody can look at any more, goes after any failed cell.
 
-A `Debris` remembers that a cell ran out of memory, never the exception. Sizes are bytes. Takes no lock. Refuses to know
+A `Debris` remembers that a cell failed, never the exception. Sizes are bytes. Takes no lock. Refuses to know
 the user's variables and ``Out``: no name is deleted, and a frame that still runs, or will go on, is left alone.
 """
 
@@ -34,16 +35,17 @@ _OF_SHELL = ("etype", "evalue", "tb")
 
 _LOOKS_AT_FAILURE = re.compile(
     r"""
-      ^\s* %%? (debug|tb|pdb) \b       # a line or cell magic
-    | \A\s* (debug|tb|pdb) \s*\Z       # as automagic has it
-    | \b pdb\.pm\( | \b sys\.last_     # what the magics do
+      ^\s* (%\w+\s+)* %%? (debug|tb|pdb) \b         # a line or cell magic, or one behind another
+    | \A\s* (debug|tb|pdb) \s*\Z                    # as automagic has it
+    | magic\( \s* ["'] (debug|tb|pdb) | \.debugger\(  # as programs call it
+    | \b pm\( | \b print_last\( | \b sys\.last_       # what the magics do
     """,
     re.VERBOSE | re.MULTILINE,
 )
 
 
 class Debris:
-    """What the last cell of one shell that ran out of memory left behind.
+    """What failed cells of one shell left behind.
 
     ``keeps`` tells whether the user wants it to stay.
     """
@@ -56,24 +58,22 @@ class Debris:
 
     def notice(self, result: Any) -> None:
         """Told of each cell's end, with IPython's result."""
-        error = getattr(result, "error_in_exec", None)
-        if error is not None and _ran_out_of_memory(error):
+        if getattr(result, "error_in_exec", None) is not None:
             self.waits = True
 
     def sweep(self, cell: str, manager: VRAMManager) -> str:
         """Lets go of it when another cell begins; a line to print if much was released."""
-        if self._keeps() or _LOOKS_AT_FAILURE.search(cell):
+        if _LOOKS_AT_FAILURE.search(cell):
             return ""
         self.waits = False
-        if not any(map(_ran_out_of_memory, _last_errors(self._shell))):
-            return ""  # another failure has taken its place
         before = manager.used_bytes
-        let_go(self._shell)
-        gc.collect()  # exceptions like to lie in cycles with the frames that caught them
+        if not self._keeps() and any(map(_ran_out_of_memory, _last_errors(self._shell))):
+            let_go(self._shell)
+        gc.collect()  # exceptions like to lie in cycles with the frames that caught them: those of earlier cells
         released = before - manager.used_bytes
         if released < _WORTH_A_LINE:
             return ""
-        return f"vram_magic: released {format_size(released)} that the failed cell still held"
+        return f"vram_magic: released {format_size(released)} that failed cells still held"
 
 
 def failed_frames(shell: InteractiveShell) -> Iterator[FrameType]:
@@ -89,7 +89,7 @@ def failed_frames(shell: InteractiveShell) -> Iterator[FrameType]:
 def let_go(shell: InteractiveShell) -> None:
     """Empties the frames of the last failure, whatever it was, and drops what refers to them."""
     for frame in failed_frames(shell):
-        with contextlib.suppress(RuntimeError):  # it came to life again
+        with contextlib.suppress(Exception):  # it lives again, or is a class body's over a mapping that fails
             frame.clear()
             _ = frame.f_locals  # before 3.13 a copy that a formatter has asked for lives on until it is renewed
     for name in _OF_PYTHON:

@@ -77,10 +77,10 @@ class CellWatch:
         """Tells who left since."""
         if (manager := open_manager()) is None:
             return
-        self._debris.notice(result)
         story = self.stories.end(manager, getattr(result, "execution_count", None))
         if self._tells() and (line := departures(story.records)):
             print(line)  # noqa: T201  nobody asks, and the model will need time to return
+        self._debris.notice(result)
 
 
 def departures(records: Iterable[Record]) -> str:

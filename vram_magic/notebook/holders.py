@@ -6,10 +6,12 @@ the user's. Takes no lock. Refuses to know sizes, and who is managed apart from 
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -113,9 +115,18 @@ def _frames(shell: InteractiveShell) -> Iterator[tuple[Holder, object]]:
     for frame in failed_frames(shell):
         if frame.f_locals is frame.f_globals or frame.f_locals is shell.user_ns:
             continue  # its variables are the notebook's
-        for name, value in list(frame.f_locals.items()):
+        if str(frame.f_globals.get("__name__")).startswith("IPython."):
+            continue  # what it holds, the user's own frames hold
+        for name, value in _variables(frame):
             label = f"the failed {shortened(frame.f_code.co_name)}(): {shortened(name)}"
             yield Holder(Kind.FRAME, label, FREE), value
+
+
+def _variables(frame: FrameType) -> list[tuple[str, object]]:
+    try:
+        return list(frame.f_locals.items())
+    except Exception:  # noqa: BLE001  a class body's may be any mapping
+        return []
 
 
 def _results(shell: InteractiveShell) -> Iterator[tuple[Holder, object]]:
@@ -123,7 +134,9 @@ def _results(shell: InteractiveShell) -> Iterator[tuple[Holder, object]]:
     found: dict[int, tuple[Holder, object]] = {}
     hook, last = shell.displayhook, shell.last_execution_result
     hidden = {name: value for name, value in shell.user_ns_hidden.items() if _is_result(name)}
-    for number, value in sorted((shell.user_ns.get("_oh") or {}).items()):
+    outputs = shell.user_ns.get("_oh")
+    numbered = [item for item in outputs.items() if type(item[0]) is int] if type(outputs) is dict else []
+    for number, value in sorted(numbered, key=operator.itemgetter(0)):
         name = f"_{number}"
         known = shell.user_ns.get(name) is value
         _add(found, f"Out[{number}]", f"%xdel {name}" if known else "%reset -f out", value)

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["restore", "save"]
 
-_FORMAT = "vram_magic models 1"
+_FAMILY = "vram_magic models"
+_FORMAT = f"{_FAMILY} 1"
+_LARGEST = 2**24  # bytes; no file of ours is larger, and weights are not read to find that out
 _TEXT_OR_NONE = (str, type(None))
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "name": str,
@@ -39,7 +41,13 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 
 
 def save(manager: VRAMManager, path: str) -> str:
-    """Writes the set, whole or not at all; returns what to tell. Raises `VRAMError`."""
+    """Writes the set, whole or not at all; returns what to tell. Raises `VRAMError`, also for another's file."""
+    if os.path.exists(path) and not _is_ours(path):
+        raise VRAMError(
+            f"The models cannot be written down.\n0 B were written to {path}.\n"
+            "That is there already, and %vram save did not write it: it is not replaced.\n"
+            "Name another file: %vram save FILE"
+        )
     models = [
         {
             "name": model.name,
@@ -55,7 +63,9 @@ def save(manager: VRAMManager, path: str) -> str:
     tiers = {name: rank for name, rank in manager.tiers.items() if DEFAULT_TIERS.get(name) != rank}
     text = json.dumps({"format": _FORMAT, "budget": manager.budget_setting, "tiers": tiers, "models": models}, indent=1)
     _write(path, text + "\n")
-    return "\n".join([f"{_counted(models)} written to {path}", *_without_source(models, "will not come back")])
+    count = sum(model["source"] is not None for model in models)
+    first = f"{count} of {_counted(models)} can be restored from {path}"
+    return "\n".join([first, *_without_source(models, "will not come back")])
 
 
 def _write(path: str, text: str) -> None:
@@ -123,19 +133,49 @@ def _without_source(models: list[dict[str, Any]], what: str) -> Iterator[str]:
 def _read(path: str) -> dict[str, Any]:
     """The file's content, checked."""
     try:
-        with open(path, encoding="utf-8") as file:
-            kept = json.load(file)
+        kept = _parsed(path)
         _check(kept)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SourceError(
-            f"No models can be restored from {path!r}.\n0 models were brought back.\n"
-            f"It is no file that %vram save wrote, or it was changed: {error or type(error).__name__}\n"
-            f"Write one with: %vram save {path}"
-        ) from error
-    return kept  # type: ignore[no-any-return]
+    except SourceError:
+        raise
+    except FileNotFoundError as error:
+        raise _no_restoring(path, "There is no such file.") from error
+    except OSError as error:
+        raise _no_restoring(path, f"The system says: {error.strerror}") from error
+    except KeyError as error:
+        raise _no_restoring(path, f"It was changed since %vram save wrote it: {error} is missing") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _no_restoring(path, f"It was changed since %vram save wrote it: {error}") from error
+    return kept
 
 
-def _check(kept: Any) -> None:
+def _no_restoring(path: str, cause: str) -> SourceError:
+    return SourceError(
+        f"No models can be restored from {path!r}.\n0 models were brought back.\n{cause}\n"
+        "Name a file that was written in a kernel with models, by: %vram save FILE"
+    )
+
+
+def _is_ours(path: str) -> bool:
+    try:
+        _parsed(path)
+    except (SourceError, OSError):
+        return False
+    return True
+
+
+def _parsed(path: str) -> dict[str, Any]:
+    """The content of a file that `save` wrote, of whatever version. Raises `SourceError` for another, and `OSError`."""
+    with open(path, encoding="utf-8") as file:
+        try:
+            kept = json.loads(file.read(_LARGEST))
+        except (ValueError, RecursionError):
+            kept = None
+    if not isinstance(kept, dict) or not str(kept.get("format")).startswith(_FAMILY):
+        raise _no_restoring(path, "It is no file written by %vram save.")
+    return kept
+
+
+def _check(kept: dict[str, Any]) -> None:
     if kept["format"] != _FORMAT:
         raise ValueError(f"its format is {kept['format']!r}, not {_FORMAT!r}")
     if kept["budget"] != "auto" and not isinstance(kept["budget"], int):

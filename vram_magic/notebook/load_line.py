@@ -30,7 +30,7 @@ SOURCE  an expression that gives a model or a function that builds one, a folder
 --pin           it never leaves
 --device D      where models run; all of one notebook run on one device
 --dtype DT      e.g. bfloat16 (default: the checkpoint's own)
---lazy          it is loaded at its first use
+--lazy          a folder, hub id or file is loaded at its first use; an expression or builder is evaluated at once
 --into EXPR     the module that a .safetensors file is read into"""
 
 

@@ -13,7 +13,7 @@ from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
 
 import vram_magic
 from vram_magic.defaults import options
-from vram_magic.errors import VRAMError
+from vram_magic.errors import SourceError, VRAMError
 from vram_magic.notebook import commands, load_line
 from vram_magic.notebook.arguments import Arguments
 from vram_magic.notebook.completer import make_matcher
@@ -23,7 +23,7 @@ from vram_magic.notebook.events import CellWatch
 from vram_magic.notebook.failures import ShortFailures
 from vram_magic.notebook.progress import progress
 from vram_magic.notebook.settings import Settings
-from vram_magic.notebook.source import evaluated, read_source, read_word
+from vram_magic.notebook.source import evaluated, read_source, read_word, with_variables
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -85,6 +85,8 @@ class VRAMMagics(Settings, Magics):
             print(f"usage: {load_line.USAGE}\n{load_line.HELP}")  # noqa: T201  asked for
             return None
         asked = load_line.LoadLine.read(arguments)
+        if asked.dtype is not None:
+            _check_dtype(arguments, asked.dtype)
         manager = _manager_on(asked.device)
         self._failures.install()
         tier = arguments.tier(asked.tier or _default_tier(asked.name, manager), manager.tiers)
@@ -94,18 +96,21 @@ class VRAMMagics(Settings, Magics):
         __tracebackhide__ = True
         into = None if asked.into is None else evaluated(self._shell, asked.into)
         source = read_source(self._shell, asked.source)
-        with progress(manager, [asked.name]):
-            handle = manager.load(
-                asked.name,
-                source,
-                tier,
-                asked.priority,
-                asked.residency,
-                asked.pin,
-                lazy=asked.lazy,
-                dtype=asked.dtype,
-                into=into,
-            )
+        try:
+            with progress(manager, [asked.name]):
+                handle = manager.load(
+                    asked.name,
+                    source,
+                    tier,
+                    asked.priority,
+                    asked.residency,
+                    asked.pin,
+                    lazy=asked.lazy,
+                    dtype=asked.dtype,
+                    into=into,
+                )
+        except SourceError as error:
+            raise with_variables(self._shell, asked.source, error) from error.__cause__
         # The handle of `load` keeps what it built; the notebook's variable shall be the only one to do so.
         self._shell.push({asked.name: handle.model})  # type: ignore[no-untyped-call]
         return manager[asked.name]
@@ -113,6 +118,16 @@ class VRAMMagics(Settings, Magics):
 
 def _default_tier(name: str, manager: VRAMManager) -> str:
     return name if name in manager.tiers else "llm"
+
+
+def _check_dtype(arguments: Arguments, dtype: str) -> None:
+    """Raises `UsageError` for what is no dtype of weights."""
+    from vram_magic.models.sources import resolve  # here: it needs torch
+
+    try:
+        resolve(dict, dtype=dtype)  # a builder like any other: only the dtype can be wrong, and nothing is built
+    except SourceError:
+        raise arguments.wrong(f"{dtype} is no floating-point dtype of torch, such as bfloat16") from None
 
 
 def _manager_on(device: str | None) -> VRAMManager:

@@ -20,6 +20,7 @@ from vram_magic.sizes import format_size, parse_size
 __all__ = ["Settings"]
 
 _AUTO = "auto"
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _MADE_WITH = ("host_budget", "block_bytes", "spill_dir")
 _EARLY = "Set it before the first model is loaded."
 
@@ -69,13 +70,13 @@ class Settings(Configurable):
     def take_budget(self) -> None:
         """After ``%vram budget``: tells the same."""
         manager = open_manager()
-        if manager is not None and manager.budget_setting != self.budget:
-            self.set_trait("budget", str(manager.budget_setting))
+        if manager is not None and manager.budget_setting != _meant(self.budget):
+            self.set_trait("budget", _exactly(manager.budget_setting))
 
     @validate("budget")
     def _take_effect(self, proposal: Any) -> Any:
         value, manager = self._size(proposal), open_manager()
-        if manager is not None and defaults.options and value != str(manager.budget_setting):
+        if manager is not None and defaults.options and _meant(value) != manager.budget_setting:
             try:
                 manager.set_budget(value)
             except VRAMError as error:  # traitlets takes a value back for an error of its own only
@@ -111,3 +112,17 @@ class Settings(Configurable):
         except ValueError as error:
             raise TraitError(str(error)) from None
         return value
+
+
+def _meant(text: str) -> int | str:
+    """The bytes that a setting stands for, or "auto"."""
+    return _AUTO if text == _AUTO else parse_size(text)
+
+
+def _exactly(setting: int | str) -> str:
+    """The setting as a user writes it, in the largest unit that rounds nothing."""
+    if isinstance(setting, int) and setting:
+        for unit, size in _UNITS.items():
+            if setting % size == 0:
+                return f"{setting // size}{unit}"
+    return str(setting)

@@ -82,19 +82,20 @@ class Gauge:
         self._device = device
 
     def piece_of(self, tensor: torch.Tensor) -> Piece | None:
-        """The storage, if the device's allocator owns it; a tensor without one, or around others, has none."""
+        """The storage, if the device's allocator owns and counts it; not every tensor has one."""
         if not has_own_memory(tensor):
             return None
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 storage = torch.Tensor.untyped_storage(tensor)
-                if not storage.nbytes() or not self._device.owns(storage):
+                if not storage.nbytes() or not self._device.owns(storage) or not self._device.meter.counts(storage):
                     return None
-                shape = "x".join(map(str, tensor.size())) or "a number"
-                dtype = str(tensor.dtype).removeprefix("torch.")
+                # By the base class: a subclass may have methods of these names.
+                shape = "x".join(map(str, torch.Tensor.size(tensor))) or "a number"
+                dtype = str(torch.Tensor.dtype.__get__(tensor)).removeprefix("torch.")  # type: ignore[attr-defined]
+                in_cpp = torch.Tensor._use_count(tensor) > 1  # type: ignore[attr-defined]
         except (RuntimeError, NotImplementedError):  # sparse, nested, and whatever else has no storage
             return None
-        in_cpp = tensor._use_count() > 1  # type: ignore[attr-defined]
         return Piece(storage._cdata, self._device.footprint(storage.nbytes()), f"{dtype} {shape}", in_cpp)
 
 

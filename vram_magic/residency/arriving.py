@@ -167,7 +167,8 @@ class Arriving:
     def _settle(self, item: _Fetched) -> None:
         """Writes down that the span lies over its new memory."""
         span, record = item.span, self._records[item.span]
-        self._take_late_edits(item)
+        if not span.owned:  # else begun once before
+            self._take_late_edits(item)
         self._records.moved(span, item.memory, owned=True)
         if not item.from_backing:
             changed = record.digest is not None and record.digest != item.digest

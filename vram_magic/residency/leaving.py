@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 
 from vram_magic.devices.base import Device
-from vram_magic.devices.host import HostMemory, memory_at, read_ram
+from vram_magic.devices.host import HostMemory, available_ram_bytes, memory_at, ram_reserve_bytes, read_ram
 from vram_magic.residency.digest import Digesting, digest, digest_file
 from vram_magic.residency.mapping import bury, map_range
 from vram_magic.residency.parts import Record
@@ -186,17 +186,21 @@ class Leaving:
             moved.pop()
 
     def read_back(self, spans: Iterable[Span]) -> None:
-        """Weights that are out get RAM of their own in place of a mapping of a spill file. In use, they keep that.
+        """Weights that are out get RAM of their own in place of a mapping of a spill file.
 
-        Raises RuntimeError when there is no RAM.
+        Those in use keep that, and so do all where there is not enough RAM.
         """
         for span in spans:
+            if span.nbytes > available_ram_bytes() - ram_reserve_bytes():
+                return
             copy = torch.empty(span.nbytes, dtype=torch.uint8, device="cpu")
             room, before = memory_at(copy.data_ptr(), span.nbytes), versions(span)
             room[:] = span.bytes
+            copied = digest([room])
             if not replace(span, span.retarget(copy), harmless([span], may_rest=True)[0], before, holders=1):
                 continue
-            if digest([span.bytes]) != digest([room]):  # written to through ``.data`` meanwhile
+            # What was written through ``.data`` meanwhile comes along, unless more was written to the new memory.
+            if digest([span.bytes]) != copied == digest([room]):
                 room[:] = span.bytes
             self._records[span].stand_in = None
             self._records.moved(span, copy, owned=False)

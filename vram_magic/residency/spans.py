@@ -197,7 +197,7 @@ def _place(
 ) -> None:
     fixed = _fixed(tensor, device)
     if fixed and tensor.layout != torch.strided:
-        spans.setdefault(-id(tensor), []).append(Span(_NO_MEMORY, 0, 0, [tensor], [1], names=[name], fixed=fixed))
+        spans.setdefault(-id(tensor), []).append(Span(_NO_MEMORY, 0, 0, [tensor], [1], [0], names=[name], fixed=fixed))
         return
     storage = tensor.untyped_storage()
     if not storage.nbytes():

@@ -134,13 +134,16 @@ def _remove(path: Path, pid: int) -> None:
     """Removes a file, and those that could not be before. Called by a finalizer, so it neither raises nor waits."""
     if os.getpid() != pid:
         return
-    _undead.append(path)
-    for _ in range(len(_undead)):
-        path = _undead.popleft()
-        try:
-            path.unlink(missing_ok=True)
-        except OSError:
-            _undead.append(path)
+    again = []
+    with contextlib.suppress(IndexError):  # another thread, or a finalizer in the middle of this, has taken the last
+        _undead.append(path)
+        while True:
+            path = _undead.popleft()
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                again.append(path)
+    _undead.extend(again)
 
 
 def _offsets(sizes: list[int]) -> list[int]:

@@ -47,7 +47,7 @@ class Click:
         name, value = content.get("name", ""), content.get("value", "")
         if not isinstance(number, int) or isinstance(number, bool) or kind not in list(_ACTIONS):
             return None
-        if not all(isinstance(text, str) and len(text) <= _LONGEST for text in (name, value)):
+        if not all(isinstance(text, str) and len(text) <= _LONGEST and text.isprintable() for text in (name, value)):
             return None
         return cls(number, kind, name, value)
 
@@ -124,7 +124,7 @@ class Clicks:
         except (VRAMError, ValueError) as error:
             text, failed = str(error), True
         except BaseException as error:  # noqa: BLE001  a backend may raise anything, and there is nobody above
-            text, failed = f"{click.kind} {click.name} failed. {type(error).__name__}: {error}", True
+            text, failed = f"{click.kind} {click.name} failed. {_text_of(error)}", True
         return Answer(click.id, text[:_LONGEST_ANSWER], failed)
 
     def _open_manager(self) -> VRAMManager:
@@ -132,6 +132,13 @@ class Clicks:
         if manager is None or not is_open(manager):
             raise VRAMError("The manager was closed.")
         return manager
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  its text is somebody's code, too
+        return type(error).__name__
 
 
 # ------------------------------------------------------------------------------------------------------- the actions

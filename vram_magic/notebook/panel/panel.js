@@ -92,8 +92,13 @@ function arrange(parent, nodes) {
 
 function button(text, label, action) {
   const node = make("button", { type: "button", class: "vmp-button", "aria-label": label }, text);
-  node.addEventListener("click", action);
+  node.addEventListener("click", () => node.getAttribute("aria-disabled") === "true" || action());
   return node;
+}
+
+/** Not `disabled`: that would take the focus from whoever has just pressed it. */
+function enable(node, isOn) {
+  if (node.getAttribute("aria-disabled") !== String(!isOn)) node.setAttribute("aria-disabled", String(!isOn));
 }
 
 function paint(node, look) {
@@ -182,9 +187,9 @@ class Row {
     this.tier = make("select", { class: "vmp-select", "aria-label": `tier of ${name}` });
     this.tier.addEventListener("change", () => this.ask("tier", this.tier.value));
     this.pin = button("Pin", `pin ${name}`, () => this.ask(this.pinned ? "unpin" : "pin"));
-    const actions = make("span", { class: "vmp-actions" },
-      button("Load", `load ${name}`, () => this.ask("load")),
-      button("Evict", `evict ${name}`, () => this.ask("evict")), this.pin);
+    this.load = button("Load", `load ${name}`, () => this.ask("load"));
+    this.evict = button("Evict", `evict ${name}`, () => this.ask("evict"));
+    const actions = make("span", { class: "vmp-actions" }, this.load, this.evict, this.pin);
     const cell = (part, ...children) => make("td", { role: "cell", class: `vmp-${part}-cell` }, ...children);
     const header = make("th", { role: "rowheader", scope: "row", class: "vmp-name-cell" }, tagOf(look), this.name);
     this.node = make("tr", { role: "row" }, header, cell("tier", this.tier), cell("state", this.state, this.marks),
@@ -200,6 +205,8 @@ class Row {
     setText(this.size, `${formatSize(model.device)} of ${formatSize(model.total)}`);
     setText(this.pin, this.pinned ? "Unpin" : "Pin");
     this.pin.setAttribute("aria-label", `${this.pinned ? "unpin" : "pin"} ${model.name}`);
+    enable(this.load, model.state !== "d" || asked.length > 0); // what was asked may change it
+    enable(this.evict, model.device > 0 || asked.length > 0);
     this.updateTiers(model.tier, tiers, asked.includes("tier"));
     this.updateMap(model.blocks);
   }
@@ -247,7 +254,7 @@ class Row {
 
 function wordsOf(model) {
   const words = [...model.marks].map((mark) => MARKS[mark]).filter(Boolean);
-  return model.working ? [...words, `works with ${formatSize(model.working)}`] : words;
+  return model.working ? [...words, `calls need ${formatSize(model.working)} more`] : words;
 }
 
 class Models {
@@ -356,11 +363,14 @@ class Timeline {
 // ---------------------------------------------------------------------------------------------------- plan and notice
 
 class Planner {
-  constructor(ask) {
+  constructor(ask, tell) {
     this.field = make("input", { type: "text", class: "vmp-field", maxlength: "40", size: "8", value: "1GiB",
       spellcheck: "false", autocomplete: "off" });
     const label = make("label", {}, "What would leave for ", this.field);
-    const plan = () => ask("plan", "", this.field.value);
+    const plan = () => {
+      if (this.field.value.trim()) ask("plan", "", this.field.value);
+      else tell("type a size, such as 3GiB");
+    };
     this.node = make("div", { class: "vmp-plan" }, label, button("Plan", "plan", plan));
     // No <form>: JupyterLab lets none submit.
     this.field.addEventListener("keydown", (event) => event.key === "Enter" && plan());
@@ -379,7 +389,7 @@ class Panel {
     this.device = new Device();
     this.models = new Models(ask);
     this.timeline = new Timeline(() => this.askForHistory());
-    this.planner = new Planner(ask);
+    this.planner = new Planner(ask, (text) => this.tell(text));
     this.notice = make("p", { class: "vmp-notice", role: "status", "aria-live": "polite" });
     this.closed = make("p", { class: "vmp-closed" }, "The manager was closed.");
     this.open = make("div", {}, this.device.node, this.models.node, this.timeline.node, this.planner.node);
@@ -400,6 +410,11 @@ class Panel {
     this.model.send({ kind, name, value, id });
     setText(this.notice, `asked: ${[kind, name || value].join(" ")}`);
     this.update();
+  }
+
+  tell(text, failed = false) {
+    setText(this.notice, text);
+    this.notice.classList.toggle("vmp-failed", failed);
   }
 
   lookOf(name) {
@@ -451,8 +466,7 @@ class Panel {
       this.models.rows.get(this.pending.get(id)?.name)?.resetTier();
       this.pending.delete(id);
     }
-    setText(this.notice, text);
-    this.notice.classList.toggle("vmp-failed", failed);
+    this.tell(text, failed);
     this.update();
   }
 
