@@ -12,6 +12,7 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 
 import vram_magic as vm
+from vram_magic.notebook import debris
 
 MIB = 2**20
 
@@ -266,7 +267,7 @@ def test_trouble_while_sweeping_reaches_no_cell(failing, monkeypatch):
 def test_a_cell_after_an_ordinary_one_is_not_searched(failing, monkeypatch):
     swept = []
     monkeypatch.setattr("vram_magic.notebook.debris.Debris.sweep", lambda *args: swept.append(args))
-    failing.fail("raise ValueError")
+    failing.run("pass")
     failing.run("pass")
     assert not swept
     failing.fail("step()")
@@ -302,3 +303,29 @@ def shown_by(client, cell):
         cell, timeout=120, output_hook=lambda message: texts.append(message["content"].get("text", ""))
     )
     return "".join(texts), reply["content"]["status"]
+
+
+def test_what_earlier_failures_left_in_cycles_goes_after_any_failed_cell_and_nothing_is_said(notebook):
+    notebook.run("def outer():\n    big = torch.zeros(2 << 20, dtype=torch.uint8, device=DEVICE); raise KeyError('x')")
+    before = vm.manager().used_bytes
+    for _ in range(4):
+        assert "KeyError" in notebook.fail("outer()")
+    assert notebook.run("'next';") == ""
+    assert vm.manager().used_bytes - before == 2 * MIB  # the last one's, which %debug can look at
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "import ipdb; ipdb.pm()", "from pdb import pm; pm()", "import traceback; traceback.print_last()",
+        "%time %debug", "get_ipython().run_line_magic('debug', '')", "get_ipython().debugger(force=True)", "%debug",
+        "  %tb", "%%debug",
+    ],
+)  # fmt: skip
+def test_a_cell_that_looks_at_the_failure_is_known(cell):
+    assert debris._LOOKS_AT_FAILURE.search(cell)
+
+
+@pytest.mark.parametrize("cell", ["print(1)", "debug = 1", "logger.debug('x')", "table(x)", "x.pm", "spm(3)"])
+def test_other_cells_are_not_taken_for_one(cell):
+    assert not debris._LOOKS_AT_FAILURE.search(cell)

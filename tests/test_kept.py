@@ -109,6 +109,13 @@ def test_restoring_twice_changes_nothing(notebook, folder, file):
         lambda kept: kept | {"models": [{"name": "a"}]},
         lambda kept: kept | {"models": [kept["models"][0] | {"residency": "moon"}]},
         lambda kept: kept | {"tiers": {"x": "y"}},
+        lambda kept: kept | {"tiers": {"x\x1b[31m": 1}},
+        lambda kept: kept | {"tiers": []},
+        lambda kept: kept | {"budget": -5},
+        lambda kept: kept | {"budget": True},
+        lambda kept: kept | {"budget": 10**30},
+        lambda kept: kept | {"models": [kept["models"][0] | {"dtype": "f\x1b[31m"}]},
+        lambda kept: kept | {"models": {"a": 1}},
         lambda kept: [],
     ],
 )
@@ -161,3 +168,38 @@ def test_weights_read_into_a_module_of_the_notebook_are_named_only(notebook, fil
     notebook.run(f"%load_model net {tmp_path}/net.safetensors --into nn.Linear(8, 8, device=DEVICE)")
     assert "net will not come back" in notebook.run(f"%vram save {file}")
     assert json.loads(file.read_text())["models"][0]["source"] is None
+
+
+def test_a_file_takes_the_place_of_nothing_in_the_notebook(notebook, folder, file):
+    for name in ("precious", "print"):
+        notebook.run(f"%load_model {name} {folder}")
+    notebook.run("vm = __import__('vram_magic'); vm.manager().tiers['judge'] = 7")
+    notebook.run(f"%vram save {file}")
+    restarted(notebook)
+    notebook.run("vm = __import__('vram_magic'); vm.manager().tiers['judge'] = 3; precious = 42")
+    shown = notebook.run(f"%vram restore {file}")
+    assert "precious did not come back: that name has another meaning here" in shown
+    assert "print did not come back" in shown
+    assert notebook["precious"] == 42
+    assert "print" not in notebook.shell.user_ns
+    assert vm.manager().tiers["judge"] == 3
+    assert not vm.manager().models
+
+
+def test_whatever_a_library_raises_for_one_keeps_no_other_away(notebook, folder, file):
+    notebook.run(f"%load_model a {folder}")
+    notebook.run(f"%vram save {file}")
+    kept = json.loads(file.read_text())
+    kept["models"].insert(0, kept["models"][0] | {"name": "b", "source": "~nobody-of-this-name/x"})
+    file.write_text(json.dumps(kept))
+    restarted(notebook)
+    shown = notebook.run(f"%vram restore {file}")
+    assert "b did not come back: " in shown
+    assert list(vm.manager().models) == ["a"]
+
+
+def test_a_dtype_of_torch_is_written_by_its_name(notebook, folder, file):
+    handle = vm.manager().load("a", str(folder), dtype=torch.bfloat16)
+    notebook.run(f"%vram save {file}")
+    assert json.loads(file.read_text())["models"][0]["dtype"] == "bfloat16"
+    assert handle is not None

@@ -118,7 +118,6 @@ def test_whatever_nvml_is_like_a_notebook_starts_and_reports_without_a_word_of_i
 
 # case: nvml-missing
 @pytest.mark.cpu_only("no device")
-@pytest.mark.xfail(strict=True, reason="an error of NVML at its shutdown is not expected")
 def test_an_nvml_that_refuses_to_shut_down_is_no_reason_to_fail(monkeypatch):
     from vram_magic.devices.nvml import processes_on
 
@@ -183,7 +182,6 @@ def test_on_unified_memory_the_figures_never_sum_up_to_more_than_there_is(machin
 
 # case: unified-memory
 @pytest.mark.simulation_only
-@pytest.mark.xfail(strict=True, reason="what this kernel holds is added to a pool that was never said to be less")
 def test_a_pool_that_is_smaller_than_the_ram_bounds_the_budget(machine, tmp_path):
     machine(free_mib=200, available_mib=6000)
     simulated.set_integrated(True)

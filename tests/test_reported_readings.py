@@ -136,15 +136,9 @@ def test_memory_that_others_take_as_soon_as_it_is_free_ends_in_a_clear_error_aft
         assert all(same_values(p.detach(), e) for p, e in zip(model.parameters(), expected, strict=True))
 
 
-TOO_MUCH = pytest.mark.xfail(
-    strict=True,
-    reason="what is tried doubles beyond what all idle models hold, and then none of them leaves",
-)
-
-
 # case: stale-free-reading
 @pytest.mark.simulation_only
-@pytest.mark.parametrize("mib", [8, pytest.param(30, marks=TOO_MUCH), pytest.param(200, marks=TOO_MUCH)])
+@pytest.mark.parametrize("mib", [8, 30, 200])
 def test_a_reading_that_promises_more_than_there_is_makes_models_leave_once_the_device_refuses(tmp_path, probe, mib):
     with vm.VRAMManager(DEVICE, "1GiB", block_bytes="1MiB", spill_dir=tmp_path, host_budget=0) as mgr:
         handle = mgr.register("model", model := stack(16))
@@ -162,7 +156,6 @@ def test_a_reading_that_promises_more_than_there_is_makes_models_leave_once_the_
 
 # case: stale-free-reading
 @pytest.mark.simulation_only
-@pytest.mark.xfail(strict=True, reason="only what the books refuse stays in RAM; what the device refuses is an error")
 def test_a_model_is_handed_back_in_ram_where_the_device_refuses_what_the_books_allow(mgr, probe):
     model = stack(16)
     expected = [p.detach().cpu().clone() for p in model.parameters()]
@@ -252,7 +245,6 @@ def test_when_others_take_more_of_the_card_the_room_shrinks_at_once(on_card, car
 
 # case: other-process
 @pytest.mark.cpu_only("no device")
-@pytest.mark.xfail(strict=True, reason="the fake card forgets that its budget was set to auto")
 def test_under_auto_the_memory_that_others_give_up_can_be_had_and_what_they_hold_is_told(on_card, card):
     on_card.budget_bytes = "auto"
     backend = Backend()
@@ -284,9 +276,9 @@ def test_a_budget_of_ours_is_bounded_by_the_device_and_the_error_tells_how_much_
 
 # case: stale-free-reading
 @pytest.mark.cpu_only("no device")
-@pytest.mark.xfail(strict=True, reason="after an engine's unload the device is not asked again whether the bytes came")
 def test_an_engine_whose_memory_is_not_free_yet_gives_no_room(on_card, card):
     card.foreign_bytes = 0
+    on_card.budget_bytes = "auto"
     load(on_card, "old", 40, Backend(card, still_held_bytes=40 * GIB))
     backend = Backend()
     with pytest.raises(vm.VRAMOutOfMemoryError):
@@ -336,9 +328,16 @@ def test_the_doctor_tells_used_kept_and_scattered_memory_apart(notebook, monkeyp
 
 # case: fragmentation
 @pytest.mark.simulation_only
-@pytest.mark.xfail(strict=True, reason="neither the report nor the doctor tells the largest free block")
-def test_the_largest_free_block_is_told(notebook):
-    assert "largest" in notebook.run("%vram") + notebook.run("%vram doctor")
+@pytest.mark.simulation_only
+def test_the_largest_piece_of_the_cache_is_told_apart_from_its_sum(notebook, monkeypatch):
+    notebook.run("x = torch.ones(4 << 20, device=DEVICE); del x")
+    pieces = [
+        {"state": state, "size": mib * MIB}
+        for state, mib in (("inactive", 3), ("active_allocated", 9), ("inactive", 5))
+    ]
+    segments = [{"device": 0, "blocks": pieces}, {"device": 1, "blocks": [{"state": "inactive", "size": 7 * MIB}]}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments, raising=False)
+    assert "torch's cache, its largest piece 5.0 MiB" in notebook.run("%vram doctor")
 
 
 # --- a driver that never says no --------------------------------------------------------------------------------------

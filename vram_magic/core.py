@@ -54,14 +54,21 @@ class Core:
         credit_bytes: int = 0,
         *,
         flushed: bool = False,
+        spare_bytes: int = 0,
     ) -> Room:
         """The room, reserved; waits for moves in progress where they may help. Raises the reason why not.
 
         ``credit_bytes``: what of it the caller has already, in a reservation or in a model that it is about to unload.
-        ``flushed``: the device's allocator has just failed, after giving up its cache.
+        ``flushed``: the device's allocator has just failed, after giving up its cache; ``spare_bytes`` of the request
+        are then a guess.
         """
         decide = functools.partial(
-            self.reclaimer.make_room, request, required=required, credit_bytes=credit_bytes, flushed=flushed
+            self.reclaimer.make_room,
+            request,
+            required=required,
+            credit_bytes=credit_bytes,
+            flushed=flushed,
+            spare_bytes=spare_bytes,
         )
         while True:
             changes = self.registry.changes
@@ -91,9 +98,9 @@ class Core:
                 return
             self.check_not_captured(model)
             # The first time the books decide. If the device itself then has no room, in one piece, more has to leave.
-            need = missing + extra_bytes(max(attempt - 1, 0), missing)
-            request = Request(need, model.rank, asked_by=f"loading {model.name}")
-            room = self.room(request, required=model, flushed=attempt > 0)
+            extra = extra_bytes(max(attempt - 1, 0), missing)
+            request = Request(missing + extra, model.rank, asked_by=f"loading {model.name}")
+            room = self.room(request, required=model, flushed=attempt > 0, spare_bytes=extra)
             try:
                 assert room.reservation is not None  # noqa: S101  a room without an error has one
                 begun, before = time.perf_counter(), model.device_bytes

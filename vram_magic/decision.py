@@ -43,6 +43,8 @@ class Decision:
     required: ManagedModel | None
     credit_bytes: int
     had_bytes: int = 0
+    spare_bytes: int = 0
+    """What of the request is a guess (`extra_bytes`): if it is too much, all that may leave is tried."""
     freed_bytes: int = 0
     left: list[StepTaken] = field(default_factory=list)
     stuck: dict[str, str] = field(default_factory=dict)

@@ -102,8 +102,9 @@ class Loading:
         self, name: str, source: object, wishes: Wishes, *, dtype: str | None, into: object, lazy: bool
     ) -> tuple[TorchModel, object]:
         """The model of a source, resident unless ``lazy``; and the object that was built for it, to be kept."""
+        self._core.clear_up()  # or memory that a dead model had, and a new one gets, would be taken for its own
         found = resolve(source, dtype=dtype, into=into)
-        known = self._same(name, found)
+        known = self._same(name, found, source if dtype is None else None)
         if known is not None:
             if not lazy:
                 self._core.registry.ensure(known)
@@ -112,11 +113,10 @@ class Loading:
         with self._replacing(name, thing):
             model = self.register(name, thing, wishes, found.folder)
             model.key = found.key
-            if found.kind == "object":  # it may be known already, and then where it was read from still holds
-                model.dtype = dtype or model.dtype
-            else:
-                model.source, model.dtype = _named(source) if into is None else None, dtype
-            self._processors[model] = functools.cache(found.processor or _nothing)
+            if found.kind != "object":  # else it may be known already, and where it was read from still holds
+                model.source = _named(source) if into is None else None
+                self._processors[model] = functools.cache(found.processor or _nothing)
+            model.dtype = str(dtype).removeprefix("torch.") if dtype else model.dtype
             try:
                 if not lazy:
                     self._core.registry.ensure(model)
@@ -125,12 +125,13 @@ class Loading:
                 raise
         return model, thing if found.kind != "object" else None
 
-    def _same(self, name: str, found: Source) -> TorchModel | None:
+    def _same(self, name: str, found: Source, thing: object) -> TorchModel | None:
+        """The model of that name, if it was loaded from that source, or is the very thing."""
         with self._core.registry.lock:
             known = self._core.registry.models.get(name)
-        if isinstance(known, TorchModel) and known.thing is not None and known.key == found.key is not None:
-            return known
-        return None
+        if not isinstance(known, TorchModel) or known.thing is None:
+            return None
+        return known if known.thing is thing or known.key == found.key is not None else None
 
     def _built(self, name: str, source: Source) -> object:
         """The object. A builder that runs out of memory raises our error."""

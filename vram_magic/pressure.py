@@ -77,7 +77,7 @@ class Pressure:
         request = Request(size_bytes + extra, rank, asked_by=asked_by)
         credit_bytes = size_bytes - need_bytes
         make_room = self._core.reclaimer.make_room
-        return decide(make_room, request, user_code=False, flushed=True, credit_bytes=credit_bytes)
+        return decide(make_room, request, user_code=False, flushed=True, credit_bytes=credit_bytes, spare_bytes=extra)
 
     @property
     def _asked_by(self) -> str:

@@ -6,6 +6,7 @@ made is handed over as a reservation: nobody else can take it between the move a
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 from collections.abc import Iterable
@@ -44,10 +45,12 @@ class Reclaimer:
         credit_bytes: int = 0,
         user_code: bool = True,
         flushed: bool = False,
+        spare_bytes: int = 0,
     ) -> Room:
         """Room for ``request.need_bytes``, reserved. ``credit_bytes``: what the caller's own reservation still holds.
 
-        ``flushed``: the device's allocator has just failed, after giving up its cache.
+        ``flushed``: the device's allocator has just failed, after giving up its cache; ``spare_bytes`` of the request
+        are then a guess.
 
         ``user_code``: workspaces may be asked, and frames may rest; not in the middle of an allocation, whose thread
         may hold any lock, and is in an operation.
@@ -55,7 +58,7 @@ class Reclaimer:
         self.clear_up()
         self._device.refresh(flushed=flushed)
         decision = Decision(request, required, credit_bytes, had_bytes=self.available_bytes() + credit_bytes)
-        decision.may_rest = user_code
+        decision.may_rest, decision.spare_bytes = user_code, spare_bytes
         if user_code and decision.had_bytes < request.need_bytes <= self._device.meter.limit_bytes:
             self._ask_workspaces(decision)
         try:
@@ -153,8 +156,8 @@ class Reclaimer:
     # --------------------------------------------------------------------------------------------- one request
 
     def _meet(self, decision: Decision) -> Room:
-        need = max(decision.request.need_bytes - decision.credit_bytes, 0)
         while True:
+            need = max(decision.request.need_bytes - decision.credit_bytes, 0)
             if (reservation := self._device.meter.reserve(need)) is not None:
                 if decision.left:
                     self._record(decision, "made room")
@@ -180,6 +183,10 @@ class Reclaimer:
     def _one_round(self, decision: Decision) -> bool:
         """Plans and moves once; False when no plan satisfies the request."""
         chosen = self._plan(decision)
+        if not chosen.satisfied and self._ask_for_less(decision, chosen):
+            chosen = self._plan(decision)
+            if not chosen.steps:
+                return False  # all has left
         if not chosen.satisfied:
             return False
         models = self._claim(chosen.steps)
@@ -193,6 +200,16 @@ class Reclaimer:
         finally:
             for _, model in models:
                 self._registry.done_moving(model, changed=model.name in gave)
+        return True
+
+    @staticmethod
+    def _ask_for_less(decision: Decision, chosen: Plan) -> bool:
+        """Gives up what of the guess is more than everybody has."""
+        missing = chosen.missing_bytes
+        if not 0 < missing <= decision.spare_bytes:
+            return False
+        decision.request = dataclasses.replace(decision.request, need_bytes=decision.request.need_bytes - missing)
+        decision.spare_bytes, decision.first = decision.spare_bytes - missing, None
         return True
 
     def _fits(self, decision: Decision) -> bool:
@@ -225,6 +242,8 @@ class Reclaimer:
         before, keys = meter.live_bytes, model.body.keys if isinstance(model, TorchModel) else set()
         freed, stayed = model.evict(parts, only_proven=step.stage == "demotion", may_rest=decision.may_rest)
         self._tell_sharers(model, keys)
+        if freed and isinstance(model, EngineModel):
+            self._device.refresh()  # its memory is not torch's: only the device can say whether it came free
         if freed:
             # Measured, where others did not allocate meanwhile; never more than what left.
             measured = min(max(before - meter.live_bytes, 0), freed) or freed

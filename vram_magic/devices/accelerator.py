@@ -99,8 +99,9 @@ class AcceleratorDevice:
         held = torch.accelerator.memory_allocated(self.torch_device)
         # What the allocator still keeps after it has given up what it could is scattered.
         cached = 0 if flushed else torch.accelerator.memory_reserved(self.torch_device) - held
-        _, free = self._total_and_free()
-        return self.meter.live_bytes + cached + free
+        total, free = self._total_and_free()
+        obtainable = self.meter.live_bytes + cached + free
+        return min(obtainable, total) if self.shares_ram else obtainable  # there what is free is another's word
 
     def _total_and_free(self) -> tuple[int, int]:
         free, total = torch.get_device_module(self.torch_device).mem_get_info(self.torch_device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from vram_magic.devices.base import Outside
+from vram_magic.devices.base import AUTO, Outside
 from vram_magic.devices.meter import LedgerMeter, Meter, Reservation
 from vram_magic.sizes import parse_size
 
@@ -42,7 +42,8 @@ class LedgerDevice:
         return parse_size(setting, what="budget")
 
     def set_budget(self, setting: int | str) -> None:
-        self.budget_setting = self.meter.limit_bytes = self.budget_for(setting)
+        self.meter.limit_bytes = self.budget_for(setting)
+        self.budget_setting = setting if setting == AUTO else self.meter.limit_bytes
 
     def refresh(self, *, flushed: bool = False) -> None:
         """A ledger has no outside world."""
@@ -96,7 +97,7 @@ class FakeDevice(LedgerDevice):
         super().__init__(total_bytes - foreign_bytes)
 
     def budget_for(self, setting: int | str) -> int:
-        if setting == "auto":
+        if setting == AUTO:
             return self.total_bytes - self.foreign_bytes
         return min(super().budget_for(setting), self.total_bytes - self.foreign_bytes)
 

@@ -7,6 +7,7 @@ states: nothing is told then. Devices are matched by UUID, since the numbers of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -34,7 +35,8 @@ def processes_on(uuid: str) -> tuple[str, ...]:
     except (pynvml.NVMLError, TypeError):
         return ()
     finally:
-        pynvml.nvmlShutdown()
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
     largest = sorted(found.items(), key=lambda item: -item[1])[:_SHOWN]
     return tuple(f"{_name(pid)} (pid {pid}){(size and f' {format_size(size)}') or ''}" for pid, size in largest)
 

@@ -20,6 +20,7 @@ from vram_magic.errors import ModelInUseError, VRAMError, closest
 from vram_magic.notebook.arguments import Arguments
 from vram_magic.notebook.kept import restore, save
 from vram_magic.notebook.panel import close_panel, open_panel
+from vram_magic.notebook.plain import without_times
 from vram_magic.notebook.progress import progress
 from vram_magic.notebook.report import Report
 from vram_magic.notebook.story import log_lines, stories_of
@@ -173,12 +174,12 @@ def _log(arguments: Arguments) -> None:
     if count is not None and count < 1:
         raise arguments.wrong("-n takes a whole number from 1 on")
     lines = log_lines(vram_magic.manager().journal, stories_of(get_ipython()), count or _LOGGED)
-    print("\n".join(lines) or "nothing had to be decided yet")
+    print(without_times("\n".join(lines)) or "nothing had to be decided yet")
 
 
 def _why(arguments: Arguments) -> None:
     (name,) = arguments.exactly("NAME")
-    print(vram_magic.manager()[name].why())
+    print(without_times(vram_magic.manager()[name].why()))
 
 
 def _save(arguments: Arguments) -> None:

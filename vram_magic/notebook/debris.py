@@ -65,15 +65,17 @@ class Debris:
         """Lets go of it when another cell begins; a line to print if much was released."""
         if _LOOKS_AT_FAILURE.search(cell):
             return ""
-        self.waits = False
-        before = manager.used_bytes
-        if not self._keeps() and any(map(_ran_out_of_memory, _last_errors(self._shell))):
+        for_memory = any(map(_ran_out_of_memory, _last_errors(self._shell)))
+        if for_memory and self._keeps():
+            return ""
+        self.waits, before = False, manager.used_bytes
+        if for_memory:
             let_go(self._shell)
         gc.collect()  # exceptions like to lie in cycles with the frames that caught them: those of earlier cells
         released = before - manager.used_bytes
-        if released < _WORTH_A_LINE:
+        if not for_memory or released < _WORTH_A_LINE:
             return ""
-        return f"vram_magic: released {format_size(released)} that failed cells still held"
+        return f"vram_magic: released {format_size(released)} that the failed cell still held"
 
 
 def failed_frames(shell: InteractiveShell) -> Iterator[FrameType]:

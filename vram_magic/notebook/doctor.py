@@ -193,8 +193,9 @@ def _model_holder(model: TorchModel) -> Holder:
 def _besides(manager: VRAMManager, device: Device) -> tuple[Finding, ...]:
     found = []
     if cached := _cached_bytes(device):
-        gaps = _gap_bytes(device)
+        gaps, largest = _gap_bytes(device), _largest_piece_bytes(device)
         note = f", {format_size(gaps)} of it in gaps between tensors" if gaps else ""
+        note += f", its largest piece {format_size(largest)}" if largest else ""
         found.append(Finding(cached, f"torch's cache{note}", FREE))
     outside = manager.outside(processes=True)
     if outside is not None and outside.foreign_bytes:
@@ -217,6 +218,18 @@ def _gap_bytes(device: Device) -> int:
         return int(torch.accelerator.memory_stats(device.torch_device).get("inactive_split_bytes.all.current", 0))
     except RuntimeError:  # an allocator that keeps no such figures
         return 0
+
+
+def _largest_piece_bytes(device: Device) -> int:
+    """What can be had of it in one piece, where the allocator tells (CUDA's own does)."""
+    index = device.torch_device.index
+    try:
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        pieces = [block["size"] for one in segments if one["device"] == index for block in one["blocks"]
+                  if block["state"] == "inactive"]  # fmt: skip
+    except (AttributeError, KeyError, RuntimeError):
+        return 0
+    return max(pieces, default=0)
 
 
 def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -85,19 +85,25 @@ class CellWatch:
 
 def departures(records: Iterable[Record]) -> str:
     """One line about the models that left to make room; empty when none did. What the user asked for is no news."""
-    left: dict[str, int] = {}
+    left: dict[str, list[int]] = {}
     askers: dict[str, None] = {}
     for record in records:
+        gone: dict[str, int] = {}  # of one decision, whose steps take different blocks
         for step in record.left:
             if step.blocks and step.stage != "asked":
-                left[step.model] = left.get(step.model, 0) + step.bytes
+                gone[step.model] = gone.get(step.model, 0) + step.bytes
                 askers[record.asked_by] = None
+        for name, size in gone.items():
+            left.setdefault(name, []).append(size)
     if not left:
         return ""
-    sizes = [(shortened(name), format_size(size)) for name, size in left.items()]
+    # No sum over decisions: what left twice may be the same blocks.
+    sizes = [(shortened(name), _some([format_size(size) for size in times])) for name, times in left.items()]
     who = f"{_some([f'{name} ({size})' for name, size in sizes])} left"
-    if len(sizes) == 1:
-        who = "{} left ({})".format(*sizes[0])
+    if len(left) == 1:
+        ((name, times),) = left.items()
+        often = {1: "", 2: " twice"}.get(len(times), f" {len(times)} times")
+        who = f"{shortened(name)} left{often} ({_some([format_size(size) for size in times])})"
     return f"vram_magic: {who} to make room for {_some([shortened(asker) for asker in askers])}"
 
 

@@ -7,7 +7,10 @@ since bringing it back would mean running code from a file. Takes no lock. Refus
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import json
+import keyword
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +20,12 @@ from vram_magic.errors import SourceError, VRAMError
 from vram_magic.notebook.current import managed_models
 from vram_magic.notebook.report import shortened
 from vram_magic.policy import DEFAULT_TIERS, RESIDENCIES
+from vram_magic.sizes import parse_size
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from vram_magic.handle import Handle
     from vram_magic.vram_manager import VRAMManager
 
 __all__ = ["restore", "save"]
@@ -79,7 +84,8 @@ def _write(path: str, text: str) -> None:
             "Name a file in a folder that can be written to: %vram save FILE"
         ) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def restore(shell: InteractiveShell, manager: VRAMManager, path: str) -> str:
@@ -89,25 +95,44 @@ def restore(shell: InteractiveShell, manager: VRAMManager, path: str) -> str:
     """
     kept = _read(path)
     manager.set_budget(kept["budget"])
-    manager.tiers.update(kept["tiers"])
+    for tier, rank in kept["tiers"].items():
+        manager.tiers.setdefault(tier, rank)  # what stands here is not for a file to change
     back, lines = [], []
     for entry in kept["models"]:
         if entry["source"] is None:
             continue
+        name = shortened(entry["name"])
+        if not _can_be_bound(shell, manager, entry["name"]):
+            lines.append(f"{name} did not come back: that name has another meaning here, or can be no variable's")
+            continue
         try:
-            _bring(shell, manager, entry)
-        except (VRAMError, ValueError, OSError) as error:
-            lines.append(f"{shortened(entry['name'])} did not come back: {str(error).splitlines()[0]}")
+            handle = _bring(manager, entry)
+        except Exception as error:  # noqa: BLE001  the library that reads a source may raise anything
+            lines.append(f"{name} did not come back: {_first_line(error)}")
         else:
-            back.append(shortened(entry["name"]))
+            shell.push({entry["name"]: handle.model})  # type: ignore[no-untyped-call]
+            back.append(name)
     verb = "is back" if len(back) == 1 else "are back"
     first = f"{_counted(back)} {verb}, to be loaded at first use" + (f": {', '.join(back)}" if back else "")
     return "\n".join([first, *lines, *_without_source(kept["models"], "did not come back")])
 
 
-def _bring(shell: InteractiveShell, manager: VRAMManager, entry: dict[str, Any]) -> None:
+def _can_be_bound(shell: InteractiveShell, manager: VRAMManager, name: str) -> bool:
+    """Whether a variable of that name takes the place of nothing but the model itself."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        return False
+    meaning = shell.user_ns.get(name, getattr(builtins, name, None))
+    return meaning is None or (name in manager and manager[name].model is meaning)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = "".join(char if char.isprintable() else "\n" for char in str(error)).splitlines()
+    return next(filter(None, lines), type(error).__name__)
+
+
+def _bring(manager: VRAMManager, entry: dict[str, Any]) -> Handle:
     priority = entry["rank"] if entry["tier"] is None else None
-    handle = manager.load(
+    return manager.load(
         entry["name"],
         entry["source"],
         entry["tier"] or "llm",
@@ -117,7 +142,6 @@ def _bring(shell: InteractiveShell, manager: VRAMManager, entry: dict[str, Any])
         lazy=True,
         dtype=entry["dtype"],
     )
-    shell.push({entry["name"]: handle.model})  # type: ignore[no-untyped-call]
 
 
 def _counted(models: list[Any]) -> str:
@@ -178,13 +202,22 @@ def _parsed(path: str) -> dict[str, Any]:
 def _check(kept: dict[str, Any]) -> None:
     if kept["format"] != _FORMAT:
         raise ValueError(f"its format is {kept['format']!r}, not {_FORMAT!r}")
-    if kept["budget"] != "auto" and not isinstance(kept["budget"], int):
-        raise TypeError(f"its budget is {kept['budget']!r}")
-    if not all(isinstance(rank, int) for rank in kept["tiers"].values()):
-        raise TypeError("a tier's rank is no number")
+    if kept["budget"] != "auto":
+        if type(kept["budget"]) is not int:
+            raise TypeError(f"its budget is {kept['budget']!r}")
+        parse_size(kept["budget"], what="its budget")
+    for tier, rank in kept["tiers"].items():
+        if not tier.isprintable() or not tier or type(rank) is not int or abs(rank) > _LARGEST:
+            raise ValueError(f"its tier {tier!r} has the rank {rank!r:.80}")
     for entry in kept["models"]:
-        for field, kind in _FIELDS.items():
-            if not isinstance(entry[field], kind):
-                raise TypeError(f"{field} of a model is {entry[field]!r}")
-        if entry["residency"] not in RESIDENCIES or not entry["name"].isprintable():
-            raise ValueError(f"{entry['name']!r} has residency {entry['residency']!r}")
+        _check_model(entry)
+
+
+def _check_model(entry: dict[str, Any]) -> None:
+    for field, kind in _FIELDS.items():
+        if not isinstance(entry[field], kind):
+            raise TypeError(f"{field} of a model is {entry[field]!r}")
+        if not str(entry[field]).isprintable():
+            raise ValueError(f"{field} of a model is {entry[field]!r}")
+    if entry["residency"] not in RESIDENCIES:
+        raise ValueError(f"{entry['name']!r} has residency {entry['residency']!r}")

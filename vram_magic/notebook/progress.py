@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vram_magic.notebook.current import managed_models
+from vram_magic.notebook.plain import is_plain
 
 if TYPE_CHECKING:
     from vram_magic.vram_manager import VRAMManager
@@ -27,7 +28,10 @@ _FAREWELL_S = 1.0
 
 @contextlib.contextmanager
 def progress(manager: VRAMManager, names: list[str]) -> Iterator[None]:
-    """A bar during the body, if it takes long."""
+    """A bar during the body, if it takes long; none in plain mode."""
+    if is_plain():
+        yield
+        return
     done = threading.Event()
     run = contextvars.copy_context().run
     thread = threading.Thread(target=run, args=(_watch, manager, names, done), name="vram-magic-progress", daemon=True)

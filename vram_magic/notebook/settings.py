@@ -15,6 +15,7 @@ from traitlets.config import Configurable
 from vram_magic import defaults
 from vram_magic.errors import VRAMError
 from vram_magic.notebook.current import open_manager
+from vram_magic.notebook.plain import set_plain
 from vram_magic.sizes import format_size, parse_size
 
 __all__ = ["Settings"]
@@ -55,6 +56,12 @@ class Settings(Configurable):
         "other cell fails. Else it is released when the next cell begins, unless that one is %debug or %tb.",
     ).tag(config=True)
 
+    plain = Bool(
+        default_value=False,
+        help="Leave out times and progress bars, so that the same cells print the same text: for notebooks whose saved "
+        "outputs are compared.",
+    ).tag(config=True)
+
     def options(self) -> dict[str, Any]:
         """The settings as `VRAMManager` takes them."""
         return {name: getattr(self, name) or None for name in ("budget", *_MADE_WITH)}
@@ -62,10 +69,12 @@ class Settings(Configurable):
     def hand_on(self) -> None:
         """From now on a manager is made with these settings."""
         defaults.options.update(self.options())
+        set_plain(on=bool(self.plain))
 
     def withdraw(self) -> None:
         """From now on a manager is made as if there were none."""
         defaults.options.clear()
+        set_plain(on=False)
 
     def take_budget(self) -> None:
         """After ``%vram budget``: tells the same."""
@@ -97,7 +106,7 @@ class Settings(Configurable):
             )
         return value
 
-    @observe("budget", *_MADE_WITH)
+    @observe("budget", "plain", *_MADE_WITH)
     def _hand_on_again(self, _change: Any) -> None:
         if defaults.options:
             self.hand_on()

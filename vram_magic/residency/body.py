@@ -17,9 +17,11 @@ and who asked. Going out is `Leaving`'s, coming back `Arriving`'s, remembering `
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping
-from typing import TYPE_CHECKING
+
+import torch
 
 from vram_magic.devices.base import Device
 from vram_magic.devices.host import HostMemory
@@ -32,9 +34,6 @@ from vram_magic.residency.records import Records
 from vram_magic.residency.spans import Span, survey
 from vram_magic.residency.spill import SpillStore
 from vram_magic.residency.swap import SHARED, busy, harmless
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Body"]
 
@@ -248,9 +247,10 @@ class Body:
         if not self.figures.device_bytes or self.complete:
             return
         if reservation is not None:
-            self.load(reservation)
-        else:
-            self.evict(blocks, may_rest=True)
+            with contextlib.suppress(torch.OutOfMemoryError):  # the device refuses what the books allow
+                self.load(reservation)
+                return
+        self.evict(blocks, may_rest=True)
 
     def _read_back(self, reservation: Reservation) -> None:
         self._arriving.load(self._spilled(), reservation)
