@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vram_magic.core import Core
 from vram_magic.models.managed import EngineModel, ManagedModel, TorchModel
 from vram_magic.policy import DEFAULT_TIERS, Request
+from vram_magic.sizes import bytes_to_gb
 from vram_magic.workers import settled
 
 __all__ = ["Engines", "ModelSlot"]
@@ -33,6 +34,15 @@ class Engines:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+
+    def loaded(self) -> dict[str, ModelSlot]:
+        """What is on the device, by id; torch models too."""
+        with self._core.registry.lock:
+            return {
+                name: ModelSlot(name, str(m.rank if m.tier is None else m.tier), bytes_to_gb(m.device_bytes), m.rank)
+                for name, m in self._core.registry.models.items()
+                if m.device_bytes
+            }
 
     def load(self, make: Callable[[], EngineModel]) -> EngineModel:
         """The engine, loaded: the one of the same id, backend and size that is there, else a fresh one."""

@@ -368,12 +368,7 @@ class VRAMManager:
 
     def get_loaded_models(self) -> dict[str, ModelSlot]:
         """What is on the device, by id."""
-        with self._core.registry.lock:
-            return {
-                name: ModelSlot(name, str(m.rank if m.tier is None else m.tier), bytes_to_gb(m.device_bytes), m.rank)
-                for name, m in self._core.registry.models.items()
-                if m.device_bytes
-            }
+        return self._engines.loaded()
 
     # ---------------------------------------------------------------------------------------------------- room
 
