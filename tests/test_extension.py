@@ -8,9 +8,11 @@ import importlib
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
 
+import comm
 import nbformat
 import pytest
 from jupyter_client.manager import start_new_kernel
@@ -18,8 +20,10 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 import vram_magic as vm
+from vram_magic import defaults
 from vram_magic.journal import Record, StepTaken
 from vram_magic.notebook.events import departures
+from vram_magic.notebook.plain import is_plain
 
 MIB = 2**20
 LOAD = "%load_ext vram_magic\n%vram budget 64MiB\nimport torch\nfrom torch import nn"
@@ -80,6 +84,60 @@ def test_unloading_closes_the_manager_and_leaves_models_usable(notebook):
     notebook.run("assert torch.equal(tiny(x.to(there)), before.to(there))")
     with pytest.raises(vm.VRAMError, match="closed"):
         notebook["mgr"].make_room(1)
+
+
+def traces(shell, folder):
+    """All that may stay behind, by kind."""
+    comms = getattr(comm.get_comm_manager(), "comms", {})
+    hooks = {"guard": guards[-1].installed} if (guards := [m._guard for m in _open_managers() if m._guard]) else {}
+    return {
+        "callbacks": {name: len(functions) for name, functions in shell.events.callbacks.items()},
+        "matchers": len(shell.Completer.custom_matchers),
+        "configurables": [type(one).__name__ for one in shell.configurables],
+        "magics": {kind: sorted(names) for kind, names in shell.magics_manager.magics.items()},
+        "registry": sorted(shell.magics_manager.registry),
+        "handlers": shell.custom_exceptions,
+        "comms": len(comms),
+        "threads": sorted(t.name for t in threading.enumerate() if t.name.startswith("vram-magic")),
+        "files": [path for path in folder.rglob("*") if path.is_file()] if folder.exists() else [],
+        "hooks": hooks,
+        "options": dict(defaults.options),
+        "plain": is_plain(),
+    }
+
+
+def _open_managers():
+    module = sys.modules.get("vram_magic.vram_manager")
+    return list(module._open.values()) if module else []
+
+
+def test_three_rounds_of_loading_use_and_unloading_leave_nothing_of_any_kind_behind(bare_notebook, tmp_path):
+    spill = tmp_path / "spill"
+    bare_notebook.run("%config")  # IPython makes its own magics when the first one is asked for
+    before = traces(bare_notebook.shell, spill)
+    for _ in range(3):
+        bare_notebook.run("%load_ext vram_magic")
+        bare_notebook.run(f"%config VRAMMagics.spill_dir = '{spill}'\n%config VRAMMagics.plain = True")
+        bare_notebook.run("%vram budget 64MiB\nimport torch, vram_magic as vm\nfrom torch import nn\n%vram panel")
+        bare_notebook.run("%load_model tiny nn.Linear(512, 512) --residency disk")
+        bare_notebook.run("%vram evict tiny\n%vram doctor\n%vram log")
+        bare_notebook.fail("%vram load nobody")
+        guard = vm.manager()._guard
+        assert guard is None or guard.installed
+        during = traces(bare_notebook.shell, spill)
+        assert [kind for kind in before if before[kind] == during[kind] and kind != "comms"] == []
+        bare_notebook.run("%unload_ext vram_magic")
+        until(lambda: traces(bare_notebook.shell, spill) == before)
+        after = traces(bare_notebook.shell, spill)
+        assert {kind: after[kind] for kind in after if after[kind] != before[kind]} == {}
+        assert guard is None or not guard.installed
+
+
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
 
 
 def test_unloading_what_was_never_loaded_is_harmless(bare_notebook):
@@ -157,10 +215,10 @@ def took(model, size, stage="pass 1", asked_by="an allocation", blocks=1):
     return Record(asked_by, 1, 0, size, left=(StepTaken(model, blocks, size, stage, "because"),))
 
 
-def test_several_departures_are_one_line_with_sums():
+def test_several_departures_are_one_line_and_none_is_counted_twice():
     records = [took("a", MIB), took("b", 2 * MIB, asked_by="loading c"), took("a", MIB)]
     assert departures(records) == (
-        "vram_magic: a (2.0 MiB), b (2.0 MiB) left to make room for an allocation, loading c"
+        "vram_magic: a (1.0 MiB, 1.0 MiB), b (2.0 MiB) left to make room for an allocation, loading c"
     )
 
 

@@ -68,7 +68,9 @@ class Panel:
     def close(self) -> None:
         """Ends the threads and closes the widget."""
         self._end()
+        layout = self.widget.layout  # a widget of its own, which nobody else closes
         self.widget.close()
+        layout.close()
 
     def _end(self) -> None:
         self._ended.set()
