@@ -247,7 +247,8 @@ def test_where_the_allocator_itself_has_no_memory_all_of_the_request_must_be_fou
     monkeypatch.setattr(mgr._core.reclaimer, "make_room", make_room)
     answer = Pressure(mgr._core, mgr._guard)(3 * MIB, native.OUT_OF_MEMORY, 5 * MIB)
     assert answer == native.GRANTED
-    assert asked == [(5 * MIB, {"user_code": False, "flushed": True, "credit_bytes": 2 * MIB})]
+    options = {"user_code": False, "flushed": True, "credit_bytes": 2 * MIB, "spare_bytes": 0}
+    assert asked == [(5 * MIB, options)]
 
 
 def test_where_it_fails_again_although_there_was_room_more_is_found_each_time(mgr, monkeypatch):

@@ -389,7 +389,7 @@ def _names_to_shadow(module: torch.nn.Module, *, out: bool) -> Iterator[str]:
     if isinstance(module, torch.jit.ScriptModule):
         yield from (_CALL, *_scripted_methods(module))
         return
-    yield from _public_methods(type(module))  # type: ignore[arg-type]
+    yield from _public_methods(type(module))
     yield _COMPILE
     if out or module._forward_pre_hooks or module._forward_hooks:  # noqa: SLF001
         yield _CALL
@@ -406,9 +406,19 @@ def _is_torchs(kind: type) -> bool:
     return kind.__module__.startswith("torch.nn.")
 
 
-@functools.lru_cache(maxsize=4096)
+_by_class: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+"""A strong reference would keep a class that was replaced, and with it all the globals of its module."""
+
+
 def _public_methods(kind: type) -> tuple[str, ...]:
     """Names of the methods that compute: the class's own and inherited ones, without those of torch's base class."""
+    known = _by_class.get(kind)
+    if known is None:
+        known = _by_class[kind] = _computing_methods(kind)
+    return known
+
+
+def _computing_methods(kind: type) -> tuple[str, ...]:
     names = {"forward"}
     for base in kind.__mro__:
         if _is_torchs(base) or base is object:
