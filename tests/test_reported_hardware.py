@@ -155,6 +155,7 @@ RESERVE_BYTES = int(8 * GIB * 0.10)
 
 # case: unified-memory
 def test_page_cache_is_memory_that_can_be_had(machine, tmp_path):
+    gc.collect()  # what others left would be freed meanwhile
     machine(free_mib=200, available_mib=1500)
     if DEVICE == "cuda":
         simulated.set_integrated(True)

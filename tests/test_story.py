@@ -20,6 +20,11 @@ from vram_magic.peaks import Peaks
 MIB = 2**20
 
 
+@pytest.fixture(autouse=True)
+def without_the_garbage_of_other_tests():
+    gc.collect()  # it would be freed in the middle of what is measured
+
+
 def tensor_of(size_bytes):
     return torch.zeros(size_bytes, dtype=torch.uint8, device=DEVICE)
 

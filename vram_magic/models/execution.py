@@ -80,7 +80,7 @@ def _any_elsewhere(values: Iterable[Any], device: torch.device, seen: dict[int, 
         if isinstance(value, torch.Tensor):
             if value.device != device and _can_come(value, device):
                 return True
-        elif (contents := _contents(type(value))) and id(value) not in seen:  # type: ignore[arg-type]
+        elif (contents := _contents(type(value))) and id(value) not in seen:
             seen[id(value)] = value  # it may contain itself
             if _any_elsewhere(contents(value), device, seen):
                 return True
@@ -93,9 +93,20 @@ def _can_come(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.dim() > 0 if kind == "cpu" else kind == device.type
 
 
-@functools.lru_cache(maxsize=4096)
+_looks: weakref.WeakKeyDictionary[type, Callable[[Any], Iterable[Any]] | None] = weakref.WeakKeyDictionary()
+"""By class, weakly: a class that was replaced would keep all the globals of its module."""
+
+
 def _contents(kind: type) -> Callable[[Any], Iterable[Any]] | None:
     """How to look into a container of this class; None for everything that is none."""
+    try:
+        return _looks[kind]
+    except KeyError:
+        look = _looks[kind] = _look_into(kind)
+        return look
+
+
+def _look_into(kind: type) -> Callable[[Any], Iterable[Any]] | None:
     if issubclass(kind, torch.nn.Module):
         return None
     if issubclass(kind, PackedSequence):
@@ -166,7 +177,7 @@ class _Trip:
         if isinstance(value, torch.Tensor):
             elsewhere = value.device != self.device and _can_come(value, self.device)
             return value.to(self.device) if elsewhere else value
-        if _contents(type(value)) is None:  # type: ignore[arg-type]
+        if _contents(type(value)) is None:
             return value
         if isinstance(value, PackedSequence):
             return value.to(self.device)  # type: ignore[arg-type]
