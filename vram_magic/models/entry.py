@@ -37,6 +37,7 @@ import torch
 
 from vram_magic.errors import UnknownModelError
 from vram_magic.models.compiled import CompiledCaller, CompiledCalls, compiled_module
+from vram_magic.models.doors import COMPILE, HAND_ON, READS, STATE_DICT, branches_of, doors_of
 from vram_magic.models.execution import Carrier, ExecutionDevice, execution_device_of
 from vram_magic.models.suspended import SUSPENDED, hold
 from vram_magic.residency.leaves import has_wrappers
@@ -47,14 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EntryPoint", "EntryPoints"]
 
-# Saving reads the weights wherever they are: it needs no room. Only wrappers (torchao) that were made for an
-# accelerator cannot be read while their parts lie elsewhere.
-_STATE_DICT = "state_dict"
-_READS = {"save_pretrained", "push_to_hub", _STATE_DICT}
-
-# Methods of torch's base class that hand their arguments on to `forward`.
-_CALL, _COMPILED_CALL, _COMPILE = "_call_impl", "_compiled_call_impl", "compile"
-_HAND_ON = {_CALL, _COMPILED_CALL, _COMPILE}
 _forward_of = operator.attrgetter("forward")
 
 
@@ -71,7 +64,7 @@ class EntryPoint:
         execution_device: torch.device | None = None,
     ) -> None:
         """``own``: what the instance has under the name; None where it is its class's."""
-        self._bring = name not in _READS or has_wrappers(thing, execution_device)
+        self._bring = name not in READS or has_wrappers(thing, execution_device)
         function: Callable[..., Any] = getattr(type(thing), name) if own is None else own
         self._bound = self._own = own is not None
         if isinstance(own, types.MethodType) and own.__self__ is thing:
@@ -83,12 +76,12 @@ class EntryPoint:
         self._registry = registry
         self._model = model
         self._carrier: Carrier | None = None
-        if execution_device is not None and name not in _READS:
+        if execution_device is not None and name not in READS:
             self._carrier = self._carrier_to(execution_device)
 
     def _carrier_to(self, device: torch.device) -> Carrier:
         function, thing = self._function, self._thing
-        if self._name in _HAND_ON:
+        if self._name in HAND_ON:
             return Carrier(device, self._model, lambda: _forward_of(thing()), not self._bound)
         return Carrier(device, self._model, lambda: function)
 
@@ -280,7 +273,7 @@ class EntryPoints:
         with _lock:
             self._compiled_calls.watch()
             roots = self._living()
-            for module in [*roots, *self._branches(roots), *self._announced(roots)]:
+            for module in [*roots, *branches_of(roots), *self._announced(roots)]:
                 self._always += self._shadow(module, model)
 
     def watch_children(self, model: ManagedModel) -> None:
@@ -324,13 +317,6 @@ class EntryPoints:
             if self._while_out:
                 self._watch_all(model)
 
-    @staticmethod
-    def _branches(roots: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """The roots' children that people call by themselves. Not torch's own single layers: it would cost too much."""
-        callers = [root for root in roots if not isinstance(root, torch.nn.Sequential)]  # whose children are its layers
-        children = [child for root in callers for child in root.children()]
-        return [child for child in children if not _is_torchs(type(child)) or next(child.children(), None) is not None]
-
     def _announced(self, roots: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """The modules whose ``device`` now names the execution device, the object's own too; none on the CPU."""
         if self._execution is None:
@@ -350,9 +336,9 @@ class EntryPoints:
 
     def _shadow(self, module: torch.nn.Module, model: ManagedModel, *, out: bool = False) -> list[_Shadow]:
         done: list[_Shadow] = []
-        names = [*_names_to_shadow(module, out=out)]
+        names = [*doors_of(module, out=out)]
         if self._execution is not None and has_wrappers(module, self._execution.device):
-            names.append(_STATE_DICT)
+            names.append(STATE_DICT)
         for name in names:
             own = module.__dict__.get(name)
             if isinstance(own, EntryPoint):
@@ -361,7 +347,7 @@ class EntryPoints:
             if entry is not None:
                 module.__dict__[name] = entry
                 copies = _PlainCopies.count(module, 1)
-                if name == _STATE_DICT and copies is not None:
+                if name == STATE_DICT and copies is not None:
                     copies.read = entry.leased
                 done.append(_Shadow(weakref.ref(module), name, weakref.ref(entry)))
         return done
@@ -372,7 +358,7 @@ class EntryPoints:
         known = self._known.setdefault(module, {}) if own is None else {}  # its own may refer to it: a cycle
         if name not in known:
             device = None if self._execution is None else self._execution.device
-            make = functools.partial(_Compile, self) if name == _COMPILE else EntryPoint
+            make = functools.partial(_Compile, self) if name == COMPILE else EntryPoint
             known[name] = make(module, name, own, self._registry, model, device)
         return known[name]
 
@@ -382,47 +368,3 @@ def _weakly(thing: object) -> Callable[[], object]:
         return weakref.ref(thing)
     except TypeError:  # None, or a class with __slots__
         return lambda: None
-
-
-def _names_to_shadow(module: torch.nn.Module, *, out: bool) -> Iterator[str]:
-    """``out``: while some block is out, or about to leave."""
-    if isinstance(module, torch.jit.ScriptModule):
-        yield from (_CALL, *_scripted_methods(module))
-        return
-    yield from _public_methods(type(module))
-    yield _COMPILE
-    if out or module._forward_pre_hooks or module._forward_hooks:  # noqa: SLF001
-        yield _CALL
-    if module.__dict__.get(_COMPILED_CALL) is not None:
-        yield _COMPILED_CALL
-
-
-def _scripted_methods(module: Any) -> list[str]:
-    """Their names. They live in C++; Python keeps each in the instance once it was asked for."""
-    return [name for name in module._c._method_names() if hasattr(module, name)]  # noqa: SLF001  has no public name
-
-
-def _is_torchs(kind: type) -> bool:
-    return kind.__module__.startswith("torch.nn.")
-
-
-_by_class: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
-"""A strong reference would keep a class that was replaced, and with it all the globals of its module."""
-
-
-def _public_methods(kind: type) -> tuple[str, ...]:
-    """Names of the methods that compute: the class's own and inherited ones, without those of torch's base class."""
-    known = _by_class.get(kind)
-    if known is None:
-        known = _by_class[kind] = _computing_methods(kind)
-    return known
-
-
-def _computing_methods(kind: type) -> tuple[str, ...]:
-    names = {"forward"}
-    for base in kind.__mro__:
-        if _is_torchs(base) or base is object:
-            continue
-        names |= {name for name, value in vars(base).items() if isinstance(value, types.FunctionType)}
-    inherited = set(dir(torch.nn.Module)) - {"forward"}
-    return tuple(sorted(n for n in names - inherited if not n.startswith("_")))
