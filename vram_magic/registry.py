@@ -32,7 +32,6 @@ from vram_magic.workers import Workers
 __all__ = ["Lease", "Registry"]
 
 _PATIENCE_S = 10.0  # how long a call waits for a lease of a thread that does nothing itself
-_MOST_IN_VAIN = 8  # tries of a load between which nothing was gained
 _POLL_S = 0.2  # how often a waiting job looks whether its caller has gone
 
 
@@ -73,8 +72,6 @@ class Registry:
         self.changes = 0
         """Counts what may give room: a lease that ended, a move that ended or was given up. A decision that failed is
         worth a second try when it has grown since before the first."""
-        self.gains = 0
-        """The same without the marks that were only given up."""
         self._clock = itertools.count(1)
         self._waiting: dict[int, Callable[[], Iterable[int]]] = {}
         """By waiting thread: a look at the threads that it waits for."""
@@ -246,7 +243,6 @@ class Registry:
             return not model.forgotten
 
     def _bring_or_wait(self, model: ManagedModel) -> None:
-        vain = gains = 0
         for attempt in itertools.count():
             if model.forgotten:
                 return
@@ -256,10 +252,7 @@ class Registry:
             try:
                 self._bring(model)
             except VRAMOutOfMemoryError as error:
-                # Two that only give up their marks in turn would wake each other for ever.
-                vain, gains = (vain + 1 if gains == self.gains else 0), self.gains
-                can_fit = error.needed_bytes <= error.budget_bytes
-                if vain > _MOST_IN_VAIN or not can_fit or not self._wait_for_others(model, changes):
+                if error.needed_bytes > error.budget_bytes or not self._wait_for_others(model, changes):
                     raise
             else:
                 return
@@ -290,7 +283,6 @@ class Registry:
             if model.moving and model.mover == threading.get_ident():
                 self._clear_mark(model)
                 self.changes += changed
-                self.gains += changed
 
     def _clear_mark(self, model: ManagedModel) -> None:
         model.moving, model.mover = "", 0
@@ -299,7 +291,6 @@ class Registry:
     def notify(self) -> None:
         """Called with the lock held, after anything that a waiting thread may hope for."""
         self.changes += 1
-        self.gains += 1
         if self._waiting:
             self._changed.notify_all()
 
