@@ -142,3 +142,23 @@ def notebook(bare_notebook):
         "    return nn.Sequential(*[nn.Linear(512, 512, bias=False, device=DEVICE) for _ in range(layers)])"
     )
     return bare_notebook
+
+
+@pytest.fixture
+def whole_device():
+    """A simulated GPU of 2 GiB for this test alone; nothing on the CPU."""
+    from place import DEVICE
+
+    if DEVICE == "cpu":
+        yield
+        return
+    import simulated
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    simulated.set_capacity(2 << 30)
+    yield
+    simulated.set_foreign(0)
+    simulated.set_integrated(False)
+    simulated.set_capacity(simulated.CAPACITY_BYTES)

@@ -26,6 +26,8 @@ from vram_magic.sizes import format_size
 if DEVICE == "cuda":
     import simulated
 
+pytestmark = pytest.mark.usefixtures("whole_device")
+
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -36,21 +38,6 @@ def stack(layers: int = 8) -> nn.Sequential:
 
 def take(size_bytes: int) -> torch.Tensor:
     return torch.empty(size_bytes, dtype=torch.uint8, device=DEVICE)
-
-
-@pytest.fixture(autouse=True)
-def whole_device():
-    """A simulated GPU of 2 GiB for this test alone."""
-    if DEVICE == "cpu":
-        yield
-        return
-    gc.collect()
-    torch.cuda.empty_cache()
-    simulated.set_capacity(2 * GIB)
-    yield
-    simulated.set_foreign(0)
-    simulated.set_integrated(False)
-    simulated.set_capacity(simulated.CAPACITY_BYTES)
 
 
 # --- NVML -------------------------------------------------------------------------------------------------------------

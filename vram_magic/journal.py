@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import time as now
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 from uuid import uuid4
 
 from vram_magic import policy
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
-__all__ = ["Arrival", "Journal", "Record", "StepTaken"]
+__all__ = ["Arrival", "Journal", "Record", "StepTaken", "entries_since"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,19 @@ class Arrival:
     def __str__(self) -> str:
         speed = f", {self.bytes / 1e3 / self.ms:.0f} MB/s" if self.ms else ""
         return f"{self.model} {format_size(self.bytes)} ({self.ms:.0f} ms{speed})"
+
+
+Entry = TypeVar("Entry")
+
+
+def entries_since(entries: Sequence[Entry], last: Entry | None) -> list[Entry]:
+    """Those after ``last``; all of them, when it is not there any more."""
+    new: list[Entry] = []
+    for entry in reversed(entries):
+        if entry is last:
+            break
+        new.append(entry)
+    return new[::-1]
 
 
 class Journal(Sequence[Record]):

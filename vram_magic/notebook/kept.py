@@ -33,6 +33,7 @@ __all__ = ["restore", "save"]
 _FAMILY = "vram_magic models"
 _FORMAT = f"{_FAMILY} 1"
 _LARGEST = 2**24  # bytes; no file of ours is larger, and weights are not read to find that out
+_LARGEST_RANK = 10**6
 _TEXT_OR_NONE = (str, type(None))
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "name": str,
@@ -207,7 +208,7 @@ def _check(kept: dict[str, Any]) -> None:
             raise TypeError(f"its budget is {kept['budget']!r}")
         parse_size(kept["budget"], what="its budget")
     for tier, rank in kept["tiers"].items():
-        if not tier.isprintable() or not tier or type(rank) is not int or abs(rank) > _LARGEST:
+        if not tier.isprintable() or not tier or type(rank) is not int or abs(rank) > _LARGEST_RANK:
             raise ValueError(f"its tier {tier!r} has the rank {rank!r:.80}")
     for entry in kept["models"]:
         _check_model(entry)

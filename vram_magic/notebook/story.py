@@ -11,8 +11,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from vram_magic.journal import Entry, entries_since
 from vram_magic.sizes import format_size
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CellStory", "Stories", "log_lines", "stories_of"]
 
-_Item = TypeVar("_Item")
 _KEPT = 100
 _WORTH_TELLING = 2**20
 
@@ -119,24 +119,16 @@ class _Begun:
             peak_bytes=manager.peak_bytes if lap is None else manager.peaks.end(lap),
             started=self.started,
             ended=time.time(),
-            records=_since(list(journal), self._record),
-            arrivals=_since(list(journal.arrivals.copy()), self._arrival),
+            records=tuple(entries_since(list(journal), self._record)),
+            arrivals=tuple(entries_since(journal.arrivals.copy(), self._arrival)),
         )
 
 
-def _last(items: Sequence[_Item]) -> _Item | None:
+def _last(items: Sequence[Entry]) -> Entry | None:
     try:
         return items[-1]
     except IndexError:
         return None
-
-
-def _since(items: list[_Item], last: _Item | None) -> tuple[_Item, ...]:
-    """The items after that one; all of them, when it is not there any more."""
-    for index in range(len(items), 0, -1):
-        if items[index - 1] is last:
-            return tuple(items[index:])
-    return tuple(items)
 
 
 def stories_of(shell: InteractiveShell | None) -> list[CellStory]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from vram_magic.journal import entries_since
 from vram_magic.notebook.report import shortened
 from vram_magic.sizes import format_blocks, format_size
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["MOST_SENT", "SHOWN_S", "Event", "Timeline"]
 
 Event = list[Any]
-T = TypeVar("T")
 
 SHOWN_S = 300
 """How far back the timeline goes."""
@@ -60,26 +60,16 @@ class Timeline:
         return [event for event in self._kept if event[1] > oldest]
 
     def _untold(self, journal: Journal) -> list[Event]:
-        records = _since(journal[:], self._record)
-        arrivals = _since(journal.arrivals.copy(), self._arrival)
+        records = entries_since(journal[:], self._record)
+        arrivals = entries_since(journal.arrivals.copy(), self._arrival)
         self._record = records[-1] if records else self._record
         self._arrival = arrivals[-1] if arrivals else self._arrival
         return [event for record in records for event in _events_of(record)] + list(map(_arrival, arrivals))
 
     def _cells(self, stories: Sequence[CellStory]) -> list[Event]:
-        new = _since(stories, self._story)
+        new = entries_since(stories, self._story)
         self._story = stories[-1] if stories else None
         return [[story.ended, "cell", story.name, story.headline] for story in new if story.eventful]
-
-
-def _since(entries: Sequence[T], last: T | None) -> list[T]:
-    """The entries after that one; all of them, when it is not there any more."""
-    new: list[T] = []
-    for entry in reversed(entries):
-        if entry is last:
-            break
-        new.append(entry)
-    return new[::-1]
 
 
 def _events_of(record: Record) -> Iterator[Event]:
