@@ -178,7 +178,6 @@ def run(threads: list[threading.Thread], end: threading.Event, seconds: float) -
 
 
 # cases: evict-in-use, evict-deadlock, shared-submodule
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_everything_at_once_ends_with_true_values_and_true_books(mgr, tmp_path):
     hammer = Hammer(mgr, tmp_path)

@@ -386,6 +386,23 @@ def test_two_threads_that_each_hold_what_the_other_needs_do_not_hang(mgr, make, 
         result_of(handle)
 
 
+def test_two_loads_that_can_never_fit_do_not_wake_each_other_for_ever(mgr, make, restless):
+    one, two = make("one", 3), make("two", 3)
+    one.load()
+    two.load()
+    others = [of(2 * UNIT)]
+    mgr._core.registry.touch(one._managed)  # now the other one gives
+    others.append(of(2 * UNIT))
+    assert (units(one), units(two)) == (1, 1)  # each lacks 2 units, and could have 1
+    both = threading.Barrier(2)
+    for _ in range(3):
+        outcomes = [started(lambda h=handle: both.wait() < 2 and result_of(h)) for handle in (one, two)]
+        assert [type(outcome()) for outcome in outcomes] == [vm.VRAMOutOfMemoryError] * 2
+    others.clear()
+    assert result_of(one)
+    assert result_of(two)
+
+
 def test_a_thread_that_waits_is_not_refused_because_another_one_asks_too_much(mgr, make):
     held, wanted = make("held", 4), make("wanted", 4)
     right = result_of(wanted)

@@ -4,6 +4,7 @@ Without these, nobody can tell which cell took the memory, the peak of a cell wo
 for it would reset the figures that users read, or the stories would keep models alive.
 """
 
+import asyncio
 import gc
 import re
 import weakref
@@ -66,6 +67,29 @@ def test_a_ledger_has_spans_too():
     meter.give_back(5 * MIB)
     assert peaks.end(lap) == 5 * MIB
     assert peaks.peak_bytes == 5 * MIB
+
+
+class Engine:
+    async def load(self, model_id):
+        self.loaded = True
+
+    async def unload(self, model_id):
+        raise OSError("no way")
+
+
+def test_what_engines_declare_is_in_the_peaks(tmp_path):
+    options = {"device": DEVICE, "budget": "1GiB", "spill_dir": tmp_path / "spill"}
+    with vm.VRAMManager(**options) as mgr:
+        start = mgr.used_bytes
+        before = mgr.peaks.begin()
+        tensor_of(16 * MIB)
+        asyncio.run(mgr.load_model("engine", vram_gb=4 / 1024, backend=Engine()))
+        assert mgr.peaks.end(before) - start == 16 * MIB  # it came when that was gone
+        lap = mgr.peaks.begin()
+        tensor_of(24 * MIB)
+        assert mgr.peaks.end(lap) - start == (24 + 4) * MIB
+    with vm.VRAMManager(**options) as mgr:  # though it would not go
+        assert mgr.used_bytes == start
 
 
 def test_a_span_that_is_never_ended_is_forgotten(mgr):

@@ -15,7 +15,7 @@ from torch import OutOfMemoryError
 
 from vram_magic.decision import Room, extra_bytes
 from vram_magic.devices.base import Device
-from vram_magic.errors import ModelInUseError, VRAMError
+from vram_magic.errors import ModelInUseError, VRAMError, closed_manager
 from vram_magic.journal import Arrival, Journal
 from vram_magic.models.managed import EngineModel, ManagedModel, TorchModel
 from vram_magic.oom import VRAMOutOfMemoryError
@@ -118,6 +118,8 @@ class Core:
     def evict(self, model: ManagedModel) -> int:
         """Moves out all that can leave of an idle model; returns the bytes. Raises `ModelInUseError`."""
         with self.registry.moving(model, "leaving"):
+            if model.forgotten:
+                return 0
             self.check_idle(model)
             return settled(self.workers.decide(self.reclaimer.evict, model, f"evict {model.name}"))
 
@@ -191,13 +193,18 @@ class Core:
     def look(self, model: ManagedModel) -> None:
         """Brings figures up to date, unless somebody is moving the model or we would wait for ourselves."""
         if not (model.moving or model.forgotten or self.closed or self.workers.is_ours):
-            settled(self.workers.decide(self.reclaimer.look, model))
+            try:
+                settled(self.workers.decide(self.reclaimer.look, model))
+            except VRAMError:
+                if not self.closed:  # meanwhile: the last figures do
+                    raise
 
     def promote(self, model: ManagedModel) -> None:
         """After a new wish for its residency: what had to leave although it asked to stay begins anew."""
-        if isinstance(model, TorchModel) and not (model.forgotten or self.closed):
+        if isinstance(model, TorchModel) and not self.closed:
             with self.registry.moving(model, "leaving"):
-                settled(self.workers.decide(model.body.promote))
+                if not model.forgotten:
+                    settled(self.workers.decide(model.body.promote))
 
     def clear_up(self) -> None:
         """Forgets models whose objects have died."""
@@ -207,7 +214,4 @@ class Core:
     def check_open(self) -> None:
         """Raises `VRAMError` after `close`."""
         if self.closed:
-            raise VRAMError(
-                "This manager is closed.\nIt manages 0 models.\nmgr.close() was called, or the extension was unloaded."
-                "\nTake the current one: vram_magic.manager()"
-            )
+            raise closed_manager()

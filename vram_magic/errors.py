@@ -24,6 +24,7 @@ __all__ = [
     "SourceError",
     "UnknownModelError",
     "VRAMError",
+    "closed_manager",
     "closest",
 ]
 
@@ -47,6 +48,14 @@ class VRAMError(Exception):
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of a traceback."""
         return [f"{type(self).__name__}: {self}"]
+
+
+def closed_manager() -> VRAMError:
+    """What any call of a manager raises after its end."""
+    return VRAMError(
+        "This manager is closed.\nIt manages 0 models.\nmgr.close() was called, or the extension was unloaded.\n"
+        "Take the current one: vram_magic.manager()"
+    )
 
 
 class UnknownModelError(VRAMError, KeyError):

@@ -145,7 +145,10 @@ class Handle:
     def evict(self) -> int:
         """Moves out every block that can leave; returns the bytes freed. Raises `ModelInUseError`."""
         self._known()
-        return self._core.evict(self._managed)
+        freed = self._core.evict(self._managed)
+        if not freed:
+            self._known()  # it may have been forgotten while we waited
+        return freed
 
     async def aevict(self) -> int:
         """`evict` without blocking the event loop."""

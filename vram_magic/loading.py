@@ -58,18 +58,26 @@ class Loading:
 
     def register(self, name: str, thing: object, wishes: Wishes, source: str | Path | None) -> TorchModel:
         """Takes the object under management where it is."""
-        known = self._known(name, thing)
-        if known is not None:
-            return known
-        model = self._made(name, thing, wishes, source)
-        with self._core.registry.lock:
-            taken = self._core.registry.models.get(name)
-        if taken is not None:
-            self._core.forget(taken)
-        # Looked at first: who finds it on the list finds its size.
-        settled(self._core.workers.decide(self._core.reclaimer.look, model))
-        self._core.registry.add(model)
-        return model
+        while (known := self._known(name, thing)) is None:
+            model = self._made(name, thing, wishes, source)
+            with self._core.registry.lock:
+                taken = self._core.registry.models.get(name)
+            if taken is not None:
+                self._core.forget(taken)
+            # Looked at first, while nobody can move it: who finds it on the list, or calls it, finds its size.
+            settled(self._core.workers.decide(self._core.reclaimer.look, model))
+            if self._core.registry.add(model):  # else another thread was faster
+                self._install(model)
+                return model
+        return known
+
+    def _install(self, model: TorchModel) -> None:
+        try:
+            model.install()
+        except BaseException:
+            self._core.registry.remove(model)
+            model.release()
+            raise
 
     def _known(self, name: str, thing: object) -> TorchModel | None:
         """The model that the object is already, under this name. Raises when it is another's."""

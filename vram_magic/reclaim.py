@@ -134,8 +134,8 @@ class Reclaimer:
     def look(self, model: ManagedModel) -> None:
         """Brings the model's figures up to date, unless it is being moved: then it is looked at anyway."""
         with self._registry.lock:
-            moving = model.moving
-        if not moving:
+            ours = not (model.moving or model.forgotten)
+        if ours:
             model.missing_bytes()
 
     def available_bytes(self) -> int:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from vram_magic.errors import UnknownModelError, VRAMError, closest
-from vram_magic.models.managed import ManagedModel
+from vram_magic.models.managed import ManagedModel, TorchModel
 from vram_magic.oom import VRAMOutOfMemoryError
 from vram_magic.policy import DEFAULT_TIERS
 from vram_magic.residency.swap import all_rest
@@ -32,6 +32,7 @@ from vram_magic.workers import Workers
 __all__ = ["Lease", "Registry"]
 
 _PATIENCE_S = 10.0  # how long a call waits for a lease of a thread that does nothing itself
+_MOST_IN_VAIN = 3  # tries of a load between which others only gave up their marks
 _POLL_S = 0.2  # how often a waiting job looks whether its caller has gone
 
 
@@ -72,6 +73,8 @@ class Registry:
         self.changes = 0
         """Counts what may give room: a lease that ended, a move that ended or was given up. A decision that failed is
         worth a second try when it has grown since before the first."""
+        self.given_up = 0
+        """How many of them are marks of loads that found no room."""
         self._clock = itertools.count(1)
         self._waiting: dict[int, Callable[[], Iterable[int]]] = {}
         """By waiting thread: a look at the threads that it waits for."""
@@ -119,11 +122,15 @@ class Registry:
             raise ValueError(f"no tier is called {tier!r}; there are {known}; add one with mgr.tiers[{tier!r}] = RANK")
         return tier, self.tiers[tier]
 
-    def add(self, model: ManagedModel) -> None:
-        """Lists a new model, as the most recently used."""
+    def add(self, model: TorchModel) -> bool:
+        """Lists a new model, as the most recently used. False: its name or its object is taken."""
         with self.lock:
+            things = [known.thing for known in self.models.values() if isinstance(known, TorchModel)]
+            if model.name in self.models or any(thing is model.thing for thing in things):
+                return False
             self.models[model.name] = model
             self.touch(model)
+        return True
 
     def remove(self, model: ManagedModel) -> None:
         """Takes a model off the list; calls of it compute where it is from now on."""
@@ -243,19 +250,30 @@ class Registry:
             return not model.forgotten
 
     def _bring_or_wait(self, model: ManagedModel) -> None:
+        vain, before = 0, -1
         for attempt in itertools.count():
             if model.forgotten:
                 return
             if attempt > 1:  # calls that all lack the same room wake each other: not as fast as they can
                 time.sleep(min(0.001 * 2**attempt, _POLL_S))
-            changes = self.changes
+            gains = self._seen(marks=False)
+            vain, before = (vain + 1 if gains == before else 0), gains
+            # Two that cannot fit, and only give up their marks in turn, would wake each other for ever.
+            marks = vain < _MOST_IN_VAIN
+            seen = self._seen(marks=marks)
             try:
                 self._bring(model)
             except VRAMOutOfMemoryError as error:
-                if error.needed_bytes > error.budget_bytes or not self._wait_for_others(model, changes):
+                can_fit = error.needed_bytes <= error.budget_bytes
+                if not can_fit or not self._wait_for_others(model, seen, marks=marks):
                     raise
             else:
                 return
+
+    def _seen(self, *, marks: bool) -> int:
+        """The changes until now, with or without the marks that were only given up."""
+        with self.lock:
+            return self.changes if marks else self.changes - self.given_up
 
     # ------------------------------------------------------------------------------------------------- moving
 
@@ -307,8 +325,11 @@ class Registry:
             self._wait_while(lambda: self.changes == changes and self._hope(movers), movers)
             return waited or self.changes != changes
 
-    def _wait_for_others(self, model: ManagedModel, changes: int) -> bool:
-        """Waits until something has changed since `changes` was read. False when no lease or move of others will."""
+    def _wait_for_others(self, model: ManagedModel, seen: int, *, marks: bool = True) -> bool:
+        """Waits until something has changed since `seen` was read. False when no lease or move of others will.
+
+        ``marks``: whether a mark that was only given up is such a change.
+        """
         me = threading.get_ident()
 
         def holders() -> list[int]:
@@ -320,16 +341,17 @@ class Registry:
             self._clear_mark(model)  # ours may be what the other one waits for
             if model.device_bytes:
                 self.changes += 1  # or what its decision failed for; ours it does not help
-                changes += 1
+                self.given_up += 1
+                seen += marks
             started = time.monotonic()
 
             def worth_it() -> bool:
                 # Who holds a lease and waits for something itself may wait for us: for a thread of its own, say.
                 stuck = time.monotonic() - started > _PATIENCE_S and all_rest(holders())
-                return self.changes == changes and self._hope(holders) and not stuck
+                return self._seen(marks=marks) == seen and self._hope(holders) and not stuck
 
             self._wait_while(worth_it, holders)
-            changed = self.changes != changes
+            changed = self._seen(marks=marks) != seen
             self._mark(model, "loading")
             return changed
 

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from vram_magic.errors import VRAMError
+from vram_magic.errors import VRAMError, closed_manager
 
 __all__ = ["Cancelled", "Outcome", "Workers", "settled"]
 
@@ -104,22 +104,46 @@ class _Line:
     """One thread that does jobs in their order. It ends when the line is closed or collected."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+        self._jobs = _Jobs()
+        self.thread = threading.Thread(target=self._jobs.work, name=name, daemon=True)
         self.thread.start()
-        self.close = weakref.finalize(self, self._jobs.put, None)
+        self.close = weakref.finalize(self, self._jobs.end)
         self.close.atexit = False
 
     def submit(self, function: Callable[[], R]) -> Outcome[R]:
         outcome: Outcome[R] = Outcome()
-        self._jobs.put(functools.partial(outcome.run, function))
+        self._jobs.put(outcome, function)
         return outcome
 
 
-def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # while waiting for the next one it would keep what it worked on
+class _Jobs:
+    """What a line still has to do. After its end a job fails at once: who waits for it would wait for ever."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Outcome[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._ended = False
+
+    def put(self, outcome: Outcome[Any], function: Callable[[], Any]) -> None:
+        self._queue.put((outcome, function))
+        if self._ended:
+            self._refuse_all()
+
+    def end(self) -> None:
+        self._queue.put(None)
+
+    def work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            outcome, function = job
+            outcome.run(function)
+            del job, outcome, function  # while waiting for the next one they would keep what they worked on
+        self._ended = True  # first: what comes later is refused by who puts it
+        self._refuse_all()
+
+    def _refuse_all(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (job := self._queue.get_nowait()) is not None:
+                    job[0].finish(error=closed_manager())
 
 
 class Workers:

@@ -17,12 +17,20 @@ int64_t peak_of(Ledger& ledger) {
   ledger.glance();
   int64_t theirs = figures(ledger).peak;
   ledger.known_peak = std::min(ledger.known_peak, theirs);  // somebody else may have reset it
-  return std::max(ledger.top.load(), theirs > ledger.known_peak ? theirs : 0);
+  return std::max(ledger.top.load(), theirs > ledger.known_peak ? theirs + ledger.spent.load() : 0);
 }
 
 void start_peak(Ledger& ledger) {
   ledger.known_peak = figures(ledger).peak;
   ledger.top = 0;
+  ledger.glance();
+}
+
+// Declared bytes come or go; under the mutex. The allocator's peak until now goes with those of until now.
+void spend(Ledger& ledger, int64_t n) {
+  ledger.top = peak_of(ledger);
+  ledger.known_peak = figures(ledger).peak;
+  ledger.spent.fetch_add(n);
   ledger.glance();
 }
 
@@ -120,12 +128,15 @@ void vm_spend(int index, Reservation* r, int64_t n) {
   Ledger& ledger = ledgers[index];
   std::lock_guard<std::mutex> hold(ledger.mutex);
   int64_t promised = take(r, n);
-  ledger.spent.fetch_add(n);
+  spend(ledger, n);
   ledger.held.fetch_sub(promised);
   ledger.headroom.exchange(0);
-  ledger.glance();
 }
-void vm_give_back(int index, int64_t n) { ledgers[index].spent.fetch_sub(n); }
+void vm_give_back(int index, int64_t n) {
+  Ledger& ledger = ledgers[index];
+  std::lock_guard<std::mutex> hold(ledger.mutex);
+  spend(ledger, -n);
+}
 
 // Whether the memory came from this allocator and device, so that freeing it gives room.
 int vm_owns(int index, c10::StorageImpl* storage) {

@@ -271,6 +271,8 @@ class EntryPoints:
     def install(self, model: ManagedModel) -> None:
         """Shadows what is called while everything is there. Again: what came since, or stands in our place now."""
         with _lock:
+            if model.forgotten:
+                return  # `remove` has been, or comes: what stood here after it would stand for ever
             self._compiled_calls.watch()
             roots = self._living()
             for module in [*roots, *branches_of(roots), *self._announced(roots)]:
@@ -279,7 +281,7 @@ class EntryPoints:
     def watch_children(self, model: ManagedModel) -> None:
         """Shadows everything that could be called. Before weights leave, so it looks anew."""
         with _lock:
-            if self._while_out:
+            if self._while_out or model.forgotten:
                 return
             self.install(model)
             try:

@@ -178,15 +178,23 @@ class TorchModel(ManagedModel):
         """What was asked for at loading."""
         self._leaving_blocks = 0
         self._finalizer: weakref.finalize[..., object] | None = None
+        self._thing: Callable[[], object | None]
         try:
-            self._thing: Callable[[], object | None] = weakref.ref(thing)
+            self._thing = weakref.ref(thing)
         except TypeError:  # a class with __slots__ takes no weak reference
             self._thing = lambda: thing
-        else:
+        self._when_gone = when_gone
+
+    def install(self) -> None:
+        """From now on calls of the object hold leases, and its end is noticed."""
+        self._entries.install(self)
+        if isinstance(self._thing, weakref.ref) and (thing := self._thing()) is not None:
             # A finaliser may run anywhere, even under the lock: it only leaves a note, with the name as it is then.
-            self._finalizer = weakref.finalize(thing, lambda: when_gone(self.name))
+            self._finalizer = weakref.finalize(thing, self._note_its_end)
             self._finalizer.atexit = False
-        entries.install(self)
+
+    def _note_its_end(self) -> None:
+        self._when_gone(self.name)
 
     @property
     def thing(self) -> object | None:
@@ -338,9 +346,13 @@ class EngineModel(ManagedModel):
         if not parts or not self._loaded or only_proven:
             return 0, ""
         self._workers.run_coroutine(self._backend.unload(self._model_id))  # raises: nothing is counted free
-        self._loaded = False
-        self._device.meter.give_back(self._declared_bytes)
+        self._count_out()
         return self._declared_bytes, ""
+
+    def _count_out(self) -> None:
+        if self._loaded:
+            self._loaded = False
+            self._device.meter.give_back(self._declared_bytes)
 
     def missing_bytes(self) -> int:
         return 0 if self._loaded else self._declared_bytes
@@ -357,3 +369,4 @@ class EngineModel(ManagedModel):
     def release(self, reservation: Reservation | None = None) -> None:  # noqa: ARG002  nothing is read back
         with contextlib.suppress(Exception):  # closing: the engine's own trouble must not keep others
             self.evict([self])
+        self._count_out()  # nobody will unload it any more: the device's next manager would count it for ever
