@@ -71,7 +71,7 @@ _WAITING = {
     ("queue", "get"), ("selectors", "select"), ("concurrent.futures.thread", "_worker"),
     ("multiprocessing.connection", "wait"), ("subprocess", "_try_wait"), ("subprocess", "wait"),
     ("socket", "accept"), ("socket", "readinto"), ("ssl", "read"),
-    ("vram_magic.workers", "_work"), ("vram_magic.workers", "run"), ("vram_magic.workers", "finish"),
+    ("vram_magic.workers", "work"), ("vram_magic.workers", "run"), ("vram_magic.workers", "finish"),
     ("vram_magic.workers", "wait"), ("vram_magic.notebook.panel.clicks", "_work"),
 }  # fmt: skip
 _WAITING_PACKAGES = {"execnet", "ipykernel", "zmq"}
