@@ -11,10 +11,11 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vram_magic.devices.base import Device
     from vram_magic.models.managed import ManagedModel
     from vram_magic.vram_manager import VRAMManager
 
-__all__ = ["close_managers", "is_open", "managed_models", "open_manager", "open_managers"]
+__all__ = ["close_managers", "device_of", "is_open", "managed_models", "open_manager", "open_managers"]
 
 
 def open_managers() -> dict[str, VRAMManager]:
@@ -31,6 +32,11 @@ def open_manager() -> VRAMManager | None:
 def is_open(manager: VRAMManager) -> bool:
     """Whether the manager still manages."""
     return not manager._core.closed  # noqa: SLF001  has no public name
+
+
+def device_of(manager: VRAMManager) -> Device:
+    """The device that it manages; `VRAMManager.device` is its name only."""
+    return manager._core.device  # noqa: SLF001  has no public name
 
 
 def close_managers() -> None:

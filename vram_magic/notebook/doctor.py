@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vram_magic.models.managed import TorchModel
-from vram_magic.notebook.current import managed_models
+from vram_magic.notebook.current import device_of, managed_models
 from vram_magic.notebook.debris import let_go
 from vram_magic.notebook.holders import FREE, Holder, Kind, command_of, holders_in, label_of, stops_of, to_blame
 from vram_magic.notebook.report import shortened
@@ -78,13 +78,13 @@ class Diagnosis:
 
 def examine(shell: InteractiveShell, manager: VRAMManager) -> Diagnosis:
     """Looks for everything that holds memory of the device; moves and frees nothing."""
-    device = manager._core.device  # noqa: SLF001  has no public name
+    device = device_of(manager)
     return _Examination(shell, manager, Gauge(device)).diagnosis(_besides(manager, device))
 
 
 def let_go_of_what_is_safe(shell: InteractiveShell, manager: VRAMManager) -> str:
     """Frees the last failure's frames, what only cycles hold, and torch's cache; tells the bytes, measured."""
-    device = manager._core.device  # noqa: SLF001  has no public name
+    device = device_of(manager)
     used, cached = manager.used_bytes, _cached_bytes(device)
     let_go(shell)
     gc.collect()
