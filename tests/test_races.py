@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -69,88 +68,6 @@ def test_a_reader_of_an_evicted_weight_survives_what_becomes_of_it(mgr, end):
     thread.join()
     assert torch.equal(got[-1].cpu(), expected)
     assert torch.equal(model.weight.lgamma().cpu(), expected)
-
-
-def shadowed(model):
-    """Whether calls of the module still go through a manager."""
-    return [name for module in model.modules() for name in vars(module) if name in ("forward", "_call_impl")]
-
-
-def before_the_look(mgr, monkeypatch, job):
-    """Does the job once, in the middle: after somebody wanted a look at a model, and before it is taken."""
-    decide, look = mgr._core.workers.decide, mgr._core.reclaimer.look
-
-    def late(wanted, *args):
-        if wanted == look:
-            monkeypatch.undo()
-            job()
-        return decide(wanted, *args)
-
-    monkeypatch.setattr(mgr._core.workers, "decide", late)
-
-
-@pytest.mark.parametrize("end", ["forget", "close"])
-def test_a_look_that_comes_too_late_leaves_the_model_to_its_user(mgr, monkeypatch, end):
-    model = nn.Linear(8, 8, device=DEVICE)
-    handle = mgr.register("model", model)
-    handle.evict()
-    before_the_look(mgr, monkeypatch, handle.forget if end == "forget" else mgr.close)
-    assert handle.total_bytes
-    assert not shadowed(model)
-
-
-def test_an_eviction_and_a_wish_that_come_too_late_say_that_the_model_is_forgotten(mgr):
-    model = nn.Linear(8, 8, device=DEVICE)
-    handle = mgr.register("model", model)
-    marked, go = threading.Event(), threading.Event()
-
-    def late(job) -> BaseException | None:
-        with mgr._core.registry.moving(handle._managed, "loading"):
-            marked.set()
-            go.wait()
-        return None
-
-    with ThreadPoolExecutor(3) as pool:
-        pool.submit(late, None)
-        marked.wait()
-        jobs = [pool.submit(handle.forget), pool.submit(handle.evict)]
-        while len(mgr._core.registry._waiting) < 2:
-            time.sleep(0.001)
-        go.set()
-        jobs[0].result()
-        assert jobs[1].exception() is None or isinstance(jobs[1].exception(), vm.UnknownModelError)
-    handle.residency = "disk"
-    assert not shadowed(model)
-
-
-@pytest.mark.parametrize("name", ["model", "another"])
-def test_an_object_that_two_register_at_once_is_managed_once(mgr, monkeypatch, name):
-    model, found = nn.Linear(8, 8, device=DEVICE), []
-    before_the_look(mgr, monkeypatch, lambda: found.append(mgr.register(name, model)))
-    if name == "model":
-        assert mgr.register("model", model)._managed is found[0]._managed
-    else:
-        with pytest.raises(vm.VRAMError, match="managed as 'another' already"):
-            mgr.register("model", model)
-    assert list(mgr.models) == [name]
-    found[0].forget()
-    assert not shadowed(model)
-
-
-def test_a_name_that_two_register_at_once_is_the_last_ones(mgr, monkeypatch):
-    first, second = nn.Linear(8, 8, device=DEVICE), nn.Linear(8, 8, device=DEVICE)
-    before_the_look(mgr, monkeypatch, lambda: mgr.register("model", first))
-    assert mgr.register("model", second).model is second
-    assert [handle.model for handle in mgr.models.values()] == [second]
-    assert not shadowed(first)
-
-
-def test_a_model_that_is_called_while_it_is_registered_has_its_size(mgr, monkeypatch):
-    model, x = nn.Linear(1024, 1024, device=DEVICE), torch.zeros(1, 1024, device=DEVICE)
-    before_the_look(mgr, monkeypatch, lambda: model(x))
-    handle = mgr.register("model", model)
-    with mgr._core.registry.moving(handle._managed, "loading"):  # nobody looks meanwhile
-        assert (handle.total_bytes, handle.device_bytes) == (4 * 1024 * 1025,) * 2
 
 
 @pytest.mark.timeout(60)

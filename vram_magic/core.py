@@ -37,13 +37,17 @@ class Core:
     device: Device
     workers: Workers = field(default_factory=Workers)
     journal: Journal = field(default_factory=Journal)
-    closed: bool = False
     last_error: VRAMOutOfMemoryError | None = None
 
     def __post_init__(self) -> None:
         self.peaks = Peaks(self.device.meter)
         self.registry = Registry(self.workers, self.bring)
         self.reclaimer = Reclaimer(self.registry, self.device, self.journal)
+
+    @property
+    def closed(self) -> bool:
+        """Nothing is managed any more."""
+        return self.registry.closed
 
     # ---------------------------------------------------------------------------------------------------- room
 
@@ -159,6 +163,7 @@ class Core:
             except BaseException as error:  # noqa: BLE001  raised below
                 failure = failure or error
                 self.registry.remove(model)  # or its calls would wait for threads that are gone
+                model.let_go()
         if failure is not None:
             raise failure
 

@@ -65,7 +65,7 @@ class Loading:
             if taken is not None:
                 self._core.forget(taken)
             # Looked at first, while nobody can move it: who finds it on the list, or calls it, finds its size.
-            settled(self._core.workers.decide(self._core.reclaimer.look, model))
+            settled(self._core.workers.decide(model.body.look))
             if self._core.registry.add(model):  # else another thread was faster
                 self._install(model)
                 return model
@@ -177,7 +177,8 @@ class Loading:
         try:
             yield
         except BaseException:
-            registry.rename(known, name)
+            if not registry.rename(known, name):  # another model has the name by now, as if it had come later
+                self._core.forget(known)
             raise
         self._core.forget(known)
 

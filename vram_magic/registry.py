@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from vram_magic.errors import UnknownModelError, VRAMError, closest
+from vram_magic.errors import UnknownModelError, VRAMError, closed_manager, closest
 from vram_magic.models.managed import ManagedModel, TorchModel
 from vram_magic.oom import VRAMOutOfMemoryError
 from vram_magic.policy import DEFAULT_TIERS
@@ -67,6 +67,7 @@ class Registry:
         self.lock = threading.RLock()
         self.models: dict[str, ManagedModel] = {}
         self.tiers: dict[str, int] = dict(DEFAULT_TIERS)
+        self.closed = False
         self.gone: deque[str] = deque()
         """Names whose objects died; finalisers append, `Reclaimer` clears up."""
         self._changed = threading.Condition(self.lock)
@@ -123,14 +124,25 @@ class Registry:
         return tier, self.tiers[tier]
 
     def add(self, model: TorchModel) -> bool:
-        """Lists a new model, as the most recently used. False: its name or its object is taken."""
+        """Lists a new model, as the most recently used. False: its name or its object is taken.
+
+        Raises `VRAMError` after `close`.
+        """
         with self.lock:
+            if self.closed:
+                raise closed_manager()
             things = [known.thing for known in self.models.values() if isinstance(known, TorchModel)]
             if model.name in self.models or any(thing is model.thing for thing in things):
                 return False
             self.models[model.name] = model
             self.touch(model)
         return True
+
+    def close(self) -> bool:
+        """Takes no more models; False when that is so already."""
+        with self.lock:
+            was_open, self.closed = not self.closed, True
+        return was_open
 
     def remove(self, model: ManagedModel) -> None:
         """Takes a model off the list; calls of it compute where it is from now on."""
@@ -146,12 +158,15 @@ class Registry:
             if not model.complete and not model.moving:
                 self.remove(model)
 
-    def rename(self, model: ManagedModel, name: str) -> None:
-        """Lists a model under another name."""
+    def rename(self, model: ManagedModel, name: str) -> bool:
+        """Lists a model under another name; False where that is taken."""
         with self.lock:
+            if name in self.models:
+                return False
             self.models.pop(model.name, None)
             model.name = name
             self.models[name] = model
+        return True
 
     def touch(self, model: ManagedModel) -> None:
         """Counts a use, now."""
@@ -255,7 +270,7 @@ class Registry:
             if model.forgotten:
                 return
             if attempt > 1:  # calls that all lack the same room wake each other: not as fast as they can
-                time.sleep(min(0.001 * 2**attempt, _POLL_S))
+                time.sleep(min(0.001 * 2 ** min(attempt, 8), _POLL_S))
             gains = self._seen(marks=False)
             vain, before = (vain + 1 if gains == before else 0), gains
             # Two that cannot fit, and only give up their marks in turn, would wake each other for ever.

@@ -109,9 +109,8 @@ class VRAMManager:
 
     def close(self) -> None:
         """Hands every model back whole, takes the guard out, removes spill files. Twice is once."""
-        if self._core.closed:
+        if not self._core.registry.close():
             return
-        self._core.closed = True
         try:
             self._core.forget_all()
         finally:  # an interrupt must not leave the guard in

@@ -12,24 +12,25 @@
 
 namespace {
 
-// The allocator's own peak where it is one of our time; else the most that was seen.
+// The allocator's own peak where it has grown since we last asked, with what is spent; else the most that was seen.
 int64_t peak_of(Ledger& ledger) {
   ledger.glance();
-  int64_t theirs = figures(ledger).peak;
-  ledger.known_peak = std::min(ledger.known_peak, theirs);  // somebody else may have reset it
-  return std::max(ledger.top.load(), theirs > ledger.known_peak ? theirs + ledger.spent.load() : 0);
+  int64_t theirs = figures(ledger).peak;  // once: one that is reached between two reads would be in neither
+  if (theirs > ledger.known_peak) ledger.top = std::max(ledger.top.load(), theirs + ledger.spent.load());
+  ledger.known_peak = theirs;  // lower, where somebody else has reset it
+  return ledger.top;
 }
 
-void start_peak(Ledger& ledger) {
-  ledger.known_peak = figures(ledger).peak;
+int64_t start_peak(Ledger& ledger) {
+  int64_t until_now = peak_of(ledger);
   ledger.top = 0;
   ledger.glance();
+  return until_now;
 }
 
 // Declared bytes come or go; under the mutex. The allocator's peak until now goes with those of until now.
 void spend(Ledger& ledger, int64_t n) {
-  ledger.top = peak_of(ledger);
-  ledger.known_peak = figures(ledger).peak;
+  peak_of(ledger);
   ledger.spent.fetch_add(n);
   ledger.glance();
 }
@@ -90,9 +91,7 @@ int64_t vm_peak(int index) {
 int64_t vm_start_lap(int index) {
   Ledger& ledger = ledgers[index];
   std::lock_guard<std::mutex> hold(ledger.mutex);
-  int64_t peak = peak_of(ledger);
-  start_peak(ledger);
-  return peak;
+  return start_peak(ledger);
 }
 void vm_reset_peak(int index) {
   Ledger& ledger = ledgers[index];

@@ -54,7 +54,7 @@ struct Ledger {
   alignas(64) std::mutex mutex;
   std::atomic<int64_t> budget{kNoLimit}, held{0}, spent{0};
   std::atomic<int64_t> seen{0}, top{0};  // what the allocator said at the last look; the most bytes live at any
-  int64_t known_peak = 0;                // the allocator's own, from before we counted
+  int64_t known_peak = 0;                // the allocator's own, when we last asked
 
   int index() const;
   bool has_tickets(int64_t n);

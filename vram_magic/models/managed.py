@@ -151,6 +151,10 @@ class ManagedModel(ABC):
         """Brings in what is missing, into memory that the reservation pays for."""
 
     @abstractmethod
+    def let_go(self) -> None:
+        """Ends all that is done for its sake. Moves nothing, and cannot fail."""
+
+    @abstractmethod
     def release(self, reservation: Reservation | None = None) -> None:
         """Hands the model back as the user gave it; ``reservation`` pays for what is read back."""
 
@@ -188,10 +192,14 @@ class TorchModel(ManagedModel):
     def install(self) -> None:
         """From now on calls of the object hold leases, and its end is noticed."""
         self._entries.install(self)
+        if not self.body.complete:
+            self._entries.watch_children(self)
         if isinstance(self._thing, weakref.ref) and (thing := self._thing()) is not None:
             # A finaliser may run anywhere, even under the lock: it only leaves a note, with the name as it is then.
             self._finalizer = weakref.finalize(thing, self._note_its_end)
             self._finalizer.atexit = False
+            if self.forgotten:  # meanwhile: it would keep us for as long as the object lives
+                self._finalizer.detach()
 
     def _note_its_end(self) -> None:
         self._when_gone(self.name)
@@ -287,10 +295,13 @@ class TorchModel(ManagedModel):
         """Shadows anew what can be called."""
         self._entries.look_anew(self)
 
-    def release(self, reservation: Reservation | None = None) -> None:
+    def let_go(self) -> None:
         if self._finalizer is not None:
             self._finalizer.detach()
         self._entries.remove()
+
+    def release(self, reservation: Reservation | None = None) -> None:
+        self.let_go()
         self.body.hand_back(reservation)
 
 
@@ -346,10 +357,11 @@ class EngineModel(ManagedModel):
         if not parts or not self._loaded or only_proven:
             return 0, ""
         self._workers.run_coroutine(self._backend.unload(self._model_id))  # raises: nothing is counted free
-        self._count_out()
+        self.let_go()
         return self._declared_bytes, ""
 
-    def _count_out(self) -> None:
+    def let_go(self) -> None:
+        """Counts it no longer. Who could not unload it will not do so later: it would count for ever."""
         if self._loaded:
             self._loaded = False
             self._device.meter.give_back(self._declared_bytes)
@@ -369,4 +381,4 @@ class EngineModel(ManagedModel):
     def release(self, reservation: Reservation | None = None) -> None:  # noqa: ARG002  nothing is read back
         with contextlib.suppress(Exception):  # closing: the engine's own trouble must not keep others
             self.evict([self])
-        self._count_out()  # nobody will unload it any more: the device's next manager would count it for ever
+        self.let_go()
