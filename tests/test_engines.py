@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import copy
+import pickle
 import random
 import sys
 import threading
 import time
 
 import pytest
+import torch
 
 import vram_magic as vm
 
@@ -989,3 +992,58 @@ def test_the_journal_replays_to_the_plans_it_recorded(mgr, tmp_path):
     recorded = [record.plan for record in mgr.journal if record.snapshot]
     assert vm.Journal.replay(tmp_path / "journal.jsonl") == recorded
     assert len(recorded) >= 4
+
+
+# ------------------------------------------------------------------------------------------- what backends may raise
+
+
+def test_an_engine_that_runs_out_of_memory_itself_is_asked_once_and_takes_nobodys_place(mgr):
+    async def scene():
+        class Greedy(Engines):
+            async def loading(self, model_id: str) -> None:
+                self.tries = getattr(self, "tries", 0) + 1
+                raise torch.OutOfMemoryError("the engine's own")
+
+        idle, greedy = Engines(), Greedy()
+        for number in range(6):
+            await load(mgr, "llm", 1.0, idle, f"idle {number}")
+        with pytest.raises(torch.OutOfMemoryError, match="the engine's own"):
+            await load(mgr, "llm", 9.0, greedy, "new")
+        assert greedy.tries == 1
+        assert loaded(mgr) == {f"idle {number}" for number in range(6)}
+
+    asyncio.run(scene())
+
+
+def test_an_engine_that_will_not_leave_does_not_keep_others_from_leaving(mgr):
+    async def scene():
+        stuck, idle = Broken("unload"), Engines()
+        await load(mgr, "llm", 6.0, stuck, "stuck")
+        await load(mgr, "llm", 6.0, idle, "idle")
+        await load(mgr, "llm", 6.0, idle, "new")
+        assert loaded(mgr) == {"stuck", "new"}
+        with pytest.raises(ConnectionError):
+            await load(mgr, "llm", 12.0, idle, "too large beside it")
+        assert "stuck" in loaded(mgr)
+
+    asyncio.run(scene())
+
+
+def test_an_engine_of_no_bytes_is_loaded_too(mgr):
+    async def scene():
+        backend = Engines()
+        await load(mgr, "llm", 0, backend, "remote")
+        assert backend.held == {"remote"}
+        assert mgr.is_loaded("remote")
+        await mgr.unload_model("remote")
+        assert not backend.held
+
+    asyncio.run(scene())
+
+
+def test_the_error_can_be_copied_and_sent_to_another_process(mgr):
+    with pytest.raises(vm.VRAMOutOfMemoryError) as raised:
+        mgr.make_room("17GiB")
+    for error in (copy.copy(raised.value), pickle.loads(pickle.dumps(raised.value))):
+        assert str(error) == str(raised.value)
+        assert (error.needed_bytes, error.holders) == (17 << 30, raised.value.holders)

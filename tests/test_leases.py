@@ -403,6 +403,22 @@ def test_two_loads_that_can_never_fit_do_not_wake_each_other_for_ever(mgr, make,
     assert result_of(two)
 
 
+def test_leases_that_end_soon_are_waited_for_by_however_many(mgr, make):
+    """A model that is half there fills the last bytes: what the holders compute needs room that its loaders keep."""
+    handles = [make(f"m{number}", 2) for number in range(6)]
+    mgr.budget_bytes -= UNIT + SLACK  # two and a half of them, to the last byte
+
+    def hold(handle):
+        with handle.lease() as model:
+            model(X)
+            time.sleep(0.01)
+        return "done"
+
+    for _ in range(4):
+        outcomes = [started(lambda h=handles[number % 6]: hold(h)) for number in range(18)]
+        assert [outcome() for outcome in outcomes] == ["done"] * 18
+
+
 def test_a_thread_that_waits_is_not_refused_because_another_one_asks_too_much(mgr, make):
     held, wanted = make("held", 4), make("wanted", 4)
     right = result_of(wanted)

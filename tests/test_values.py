@@ -346,3 +346,36 @@ def test_compiled_models_are_right_and_not_compiled_again_and_again(mgr, order):
             handle.load()
             counts.append(len(frames))
     assert counts[-1] == counts[1]
+
+
+# --- weights that are put aside while the model is out ---------------------------------------------------------------
+
+
+def one_layer():
+    return nn.Linear(64, 64).to(DEVICE).requires_grad_(requires_grad=False)
+
+
+def test_a_call_with_other_weights_leaves_those_that_are_out_as_they_were(mgr):
+    model, x = one_layer(), torch.ones(1, 64, device=DEVICE)
+    right = model(x)
+    handle = mgr.register("model", model)
+    zeros = {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
+    handle.evict()
+    spilled = mgr.spilled_bytes
+    assert not torch.func.functional_call(model, zeros, (x,)).any()
+    assert torch.equal(model(x), right)
+    handle.evict()
+    torch.func.functional_call(model, zeros, (x,))
+    assert (handle.state, mgr.spilled_bytes, handle.device_bytes) == ("host", spilled, 0)
+
+
+def test_a_weight_that_is_put_back_by_hand_is_found(mgr):
+    model, x = one_layer(), torch.ones(1, 64, device=DEVICE)
+    right = model(x)
+    mgr.register("model", model).evict()
+    kept, model.weight = model.weight, nn.Parameter(torch.zeros(64, 64, device=DEVICE), requires_grad=False)
+    assert torch.equal(model(x)[0], model.bias)
+    model.weight = kept
+    assert torch.equal(model(x), right)
+    del kept
+    assert mgr["model"]._managed.surely_complete

@@ -59,6 +59,7 @@ class Core:
         *,
         flushed: bool = False,
         spare_bytes: int = 0,
+        wait: bool = True,
     ) -> Room:
         """The room, reserved; waits for moves in progress where they may help. Raises the reason why not.
 
@@ -77,7 +78,7 @@ class Core:
         while True:
             changes = self.registry.changes
             room = settled(self.workers.decide(decide))
-            if room.busy and self.registry.wait_for_moves(changes, required):
+            if wait and room.busy and self.registry.wait_for_moves(changes, required):
                 continue
             if room.error is None:
                 return room
@@ -98,19 +99,22 @@ class Core:
         """Loads what is missing of a model that this thread has marked."""
         for attempt in range(_LOAD_ATTEMPTS):
             missing = settled(self.workers.decide(model.missing_bytes))
-            if not missing:
+            if not missing and model.complete:
                 return
             self.check_not_captured(model)
             # The first time the books decide. If the device itself then has no room, in one piece, more has to leave.
             extra = extra_bytes(max(attempt - 1, 0), missing)
             request = Request(missing + extra, model.rank, asked_by=f"loading {model.name}")
-            room = self.room(request, required=model, flushed=attempt > 0, spare_bytes=extra)
+            # Who waits does so without the mark (`Registry`): those who hold leases may need what it keeps.
+            room = self.room(request, required=model, flushed=attempt > 0, spare_bytes=extra, wait=False)
             try:
                 assert room.reservation is not None  # noqa: S101  a room without an error has one
                 begun, before = time.perf_counter(), model.device_bytes
                 model.load(room.reservation)
             except OutOfMemoryError as error:
-                if isinstance(error, VRAMOutOfMemoryError) or attempt == _LOAD_ATTEMPTS - 1:
+                # An engine's size is declared: to give it more than that would only take it from others.
+                final = attempt == _LOAD_ATTEMPTS - 1 or isinstance(model, EngineModel)
+                if final or isinstance(error, VRAMOutOfMemoryError):
                     raise
             else:
                 arrived, ms = model.device_bytes - before, 1000 * (time.perf_counter() - begun)

@@ -41,7 +41,7 @@ class Engines:
             return {
                 name: ModelSlot(name, str(m.rank if m.tier is None else m.tier), bytes_to_gb(m.device_bytes), m.rank)
                 for name, m in self._core.registry.models.items()
-                if m.device_bytes
+                if m.device_bytes or m.complete
             }
 
     def load(self, make: Callable[[], EngineModel]) -> EngineModel:

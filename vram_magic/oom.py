@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import OutOfMemoryError
 
@@ -33,15 +34,21 @@ class VRAMOutOfMemoryError(VRAMError, OutOfMemoryError):
         self.budget_bytes = budget_bytes
         self.holders = dict(holders)
 
+    def __reduce__(self) -> Any:
+        """For copies, and other processes: pickling knows positional arguments only."""
+        return _rebuilt, (str(self), self.needed_bytes, self.free_bytes, self.budget_bytes, self.holders)
+
     def bare(self) -> VRAMOutOfMemoryError:
         """The same without a traceback: one that is kept must not keep the failed call's tensors."""
-        return VRAMOutOfMemoryError(
-            str(self),
-            needed_bytes=self.needed_bytes,
-            free_bytes=self.free_bytes,
-            budget_bytes=self.budget_bytes,
-            holders=self.holders,
-        )
+        return _rebuilt(str(self), self.needed_bytes, self.free_bytes, self.budget_bytes, self.holders)
+
+
+def _rebuilt(
+    text: str, needed_bytes: int, free_bytes: int, budget_bytes: int, holders: Mapping[str, int]
+) -> VRAMOutOfMemoryError:
+    return VRAMOutOfMemoryError(
+        text, needed_bytes=needed_bytes, free_bytes=free_bytes, budget_bytes=budget_bytes, holders=holders
+    )
 
 
 def refusal(

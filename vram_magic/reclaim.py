@@ -26,6 +26,8 @@ from vram_magic.workspaces import given_back
 
 __all__ = ["Reclaimer"]
 
+_IN_TRANSIT = "in transit"
+
 
 class Reclaimer:
     """Meets requests for room on one device."""
@@ -112,6 +114,8 @@ class Reclaimer:
         if not fits:
             self._device.set_budget(before)  # the error tells what holds again
             used, free = self._device.meter.committed_bytes, self.available_bytes()
+            if decision.failure is not None:
+                raise decision.failure
             raise too_low(wanted_bytes=budget_bytes, used_bytes=used, free_bytes=free, **self._circumstances(decision))
 
     def evict(self, model: ManagedModel, asked_by: str) -> int:
@@ -166,9 +170,9 @@ class Reclaimer:
                 busy = self._moves_elsewhere(decision) and need <= self._device.meter.limit_bytes
                 if not busy and self._may_collect(decision):
                     continue
-                error = self._refusal(decision)
+                error = decision.failure or self._refusal(decision)
                 if not busy:
-                    self._record(decision, "not enough, even with everything that may leave")
+                    self._record(decision, _failure(decision) or "not enough, even with everything that may leave")
                 return Room(None, decision.freed_bytes, error, busy)
 
     def _may_collect(self, decision: Decision) -> bool:
@@ -218,18 +222,23 @@ class Reclaimer:
     def _take(self, decision: Decision, model: ManagedModel, step: Step) -> int:
         found = decision.parts[model.name]
         parts = [part for part, _ in (found.demotable if step.stage == "demotion" else found.parts)[-step.blocks :]]
-        if step.stage == "demotion":
-            freed, stayed = self._demote(decision, model, parts, step)
-        else:
-            freed, stayed = self._timed(decision, model, parts, step)
+        try:
+            freed, stayed = self._moved(decision, model, parts, step)
+        except Exception as error:
+            if not isinstance(model, EngineModel):
+                raise
+            decision.failure = decision.failure or error
+            freed, stayed = 0, f"{type(error).__name__}: {error}"
         if freed < step.bytes:
             decision.stuck[model.name] = stayed or "it gave less than it held"
             if isinstance(model, TorchModel):
                 decision.stuck_keys |= {span.key for block in parts for span in block.spans if span.owned}
         return freed
 
-    def _demote(self, decision: Decision, model: ManagedModel, parts: list[Any], step: Step) -> tuple[int, str]:
-        """The flag first, then the move; what has not left gets its old residency back."""
+    def _moved(self, decision: Decision, model: ManagedModel, parts: list[Any], step: Step) -> tuple[int, str]:
+        """To demote: the flag first, then the move; what has not left gets its old residency back."""
+        if step.stage != "demotion":
+            return self._timed(decision, model, parts, step)
         assert isinstance(model, TorchModel)  # noqa: S101  nothing of an engine can be proven
         model.body.demote(parts)
         try:
@@ -333,9 +342,12 @@ class Reclaimer:
             return "pinned"
         if self._device.capturing():
             return "a graph is being captured"
-        return "in transit" if model.moving else ""
+        return _IN_TRANSIT if model.moving else ""
 
     def _moves_elsewhere(self, decision: Decision) -> bool:
+        """Whether a move of another is in progress, or was when it was planned: what it gave up may be enough now."""
+        if decision.plan and any(reason == _IN_TRANSIT for _, reason in decision.plan.spared):
+            return True
         with self._registry.lock:
             return any(m.moving and m is not decision.required for m in self._registry.models.values())
 
@@ -410,6 +422,10 @@ class Reclaimer:
                 plan=chosen,
             )
         )
+
+
+def _failure(decision: Decision) -> str:
+    return "" if decision.failure is None else f"{type(decision.failure).__name__}: {decision.failure}"
 
 
 def _kept(decision: Decision, name: str) -> str:

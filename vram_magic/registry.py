@@ -202,7 +202,7 @@ class Registry:
         lease = Lease(model, suspended=suspended)
         try:
             with self.lock:
-                ready = model.complete and not model.moving
+                ready = model.surely_complete and not model.moving
                 if ready:
                     self._grant(lease)
             if not ready:
@@ -222,7 +222,7 @@ class Registry:
     async def begin_async(self, model: ManagedModel) -> Lease:
         """`begin` for a coroutine: waits without blocking the event loop."""
         with self.lock:
-            if model.complete and not model.moving:
+            if model.surely_complete and not model.moving:
                 return self._grant(Lease(model, suspended=True))
         return await self._workers.call(lambda: self.begin(model, suspended=True), self.end)
 
@@ -249,7 +249,7 @@ class Registry:
             self._grant(lease)  # a forked child, or a model that is not ours any more: it computes where it is
             return
         with self.moving(model, "loading"):
-            if bring and not model.complete:
+            if bring and not model.surely_complete:
                 self._bring_or_wait(model)
             # Granted before the mark is cleared: nobody can take away what has just been brought.
             with self.lock:
@@ -258,7 +258,7 @@ class Registry:
     def ensure(self, model: ManagedModel) -> bool:
         """Everything of the model is on the device on return; no lease is taken. False: it was forgotten meanwhile."""
         with self.moving(model, "loading"):
-            if not model.complete:
+            if not model.surely_complete:
                 self._bring_or_wait(model)
             with self.lock:
                 self.touch(model)

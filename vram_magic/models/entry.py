@@ -72,7 +72,7 @@ class EntryPoint:
         functools.update_wrapper(self, function, updated=())
         self._thing = weakref.ref(thing)
         self._name = name
-        self._function = function
+        self._find = functools.partial(_own if self._own else _of_class, self._thing, name, function)
         self._registry = registry
         self._model = model
         self._carrier: Carrier | None = None
@@ -80,10 +80,15 @@ class EntryPoint:
             self._carrier = self._carrier_to(execution_device)
 
     def _carrier_to(self, device: torch.device) -> Carrier:
-        function, thing = self._function, self._thing
+        find, thing = self._find, self._thing
         if self._name in HAND_ON:
             return Carrier(device, self._model, lambda: _forward_of(thing()), not self._bound)
-        return Carrier(device, self._model, lambda: function)
+        return Carrier(device, self._model, find)
+
+    @property
+    def _function(self) -> Callable[..., Any]:
+        """What we stand for."""
+        return self._find()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._bound:
@@ -132,7 +137,7 @@ class EntryPoint:
         return inspect.signature(self._plain(self._thing()))
 
     def __getattr__(self, name: str) -> Any:
-        if (name.startswith("__") and name not in _OF_METHODS) or name in ("_thing", "_function", "_bound"):
+        if (name.startswith("__") and name not in _OF_METHODS) or name in ("_thing", "_find", "_function", "_bound"):
             raise AttributeError(name)
         return getattr(self._plain(self._thing()), name)
 
@@ -147,6 +152,17 @@ class EntryPoint:
 
     def __repr__(self) -> str:
         return f"<{self._name} of {self._model.name!r}, managed by vram_magic>"
+
+
+def _own(_thing: Callable[[], Any], _name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def _of_class(thing: Callable[[], Any], name: str, known: Callable[..., Any]) -> Callable[..., Any]:
+    """The class's method as it is now: a later cell may define it anew, and libraries replace some."""
+    living = thing()
+    found: Callable[..., Any] = known if living is None else getattr(type(living), name)
+    return found
 
 
 class _Compile(EntryPoint, CompiledCaller):
@@ -192,6 +208,14 @@ class _PlainCopies:
         if copies.entries <= 0:
             del module.__dict__["__reduce_ex__"]
         return copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """For classes that copy their ``__dict__`` themselves: what the copy has there must be about the copy."""
+        module = self._module()
+        return types.MethodType(object.__reduce_ex__, memo.get(id(module), module))
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module(), "__reduce_ex__")
 
     def __call__(self, protocol: Any) -> Any:
         module: Any = self._module()

@@ -96,6 +96,11 @@ class ManagedModel(ABC):
         """Whether nothing is missing on the device."""
 
     @property
+    def surely_complete(self) -> bool:
+        """Whether the next call may go on without a look."""
+        return self.complete
+
+    @property
     @abstractmethod
     def total_bytes(self) -> int:
         """Its size, as of the last look."""
@@ -192,7 +197,7 @@ class TorchModel(ManagedModel):
     def install(self) -> None:
         """From now on calls of the object hold leases, and its end is noticed."""
         self._entries.install(self)
-        if not self.body.complete:
+        if not self.body.surely_complete:
             self._entries.watch_children(self)
         if isinstance(self._thing, weakref.ref) and (thing := self._thing()) is not None:
             # A finaliser may run anywhere, even under the lock: it only leaves a note, with the name as it is then.
@@ -212,6 +217,10 @@ class TorchModel(ManagedModel):
     @property
     def complete(self) -> bool:
         return self.body.complete
+
+    @property
+    def surely_complete(self) -> bool:
+        return self.body.surely_complete
 
     @property
     def total_bytes(self) -> int:
@@ -286,7 +295,7 @@ class TorchModel(ManagedModel):
         self._sync_entries()
 
     def _sync_entries(self) -> None:
-        if self.body.complete:
+        if self.body.surely_complete:
             self._entries.unwatch_children()
         else:
             self._entries.watch_children(self)

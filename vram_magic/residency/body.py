@@ -28,6 +28,7 @@ from vram_magic.devices.host import HostMemory
 from vram_magic.devices.meter import Reservation
 from vram_magic.residency.arriving import Arriving
 from vram_magic.residency.checkpoint import TensorRange
+from vram_magic.residency.graphs import kept_for_backward
 from vram_magic.residency.leaving import Leaving
 from vram_magic.residency.parts import Block, Figures, Kept, Key, Record
 from vram_magic.residency.records import Records
@@ -81,15 +82,20 @@ class Body:
         ``may_rest``: the asker is in no operation, so its frames that refer to a weight do not use it.
         """
         blocks = self.look()
+        spans = [span for block in blocks for span in block.spans if span.owned]
+        kept = set() if self._device.is_host else kept_for_backward(spans)
         for block in blocks:
             spans = [span for span in block.spans if span.owned]
-            reasons = [*map(self._objection, spans), *map(busy, spans, harmless(spans, may_rest=may_rest))]
+            objections = [self._objection(span, kept) for span in spans]
+            reasons = [*objections, *map(busy, spans, harmless(spans, may_rest=may_rest))]
             block.kept = next(filter(None, reasons), "")
         self.staying = next((block.kept for block in blocks if block.kept), "")
         return blocks
 
-    def _objection(self, span: Span) -> str:
+    def _objection(self, span: Span, kept_for_backward: set[int]) -> str:
         """A gradient lies on the weight's device: an optimizer's step while the weight is out would fail."""
+        if kept_for_backward and not kept_for_backward.isdisjoint(map(id, span.tensors)):
+            return "an operation or an autograd graph uses it"
         if self._device.is_host or all(tensor.grad is None for tensor in span.tensors if tensor.is_leaf):
             return ""
         return "it has a gradient; free it with optimizer.zero_grad()"
@@ -121,6 +127,11 @@ class Body:
     def keys(self) -> set[Key]:
         """The spans seen by the last look, to tell which bodies share memory."""
         return self._records.keys
+
+    @property
+    def surely_complete(self) -> bool:
+        """`complete`, and no weight that is out can come back into the modules by itself."""
+        return self.complete and not self._records.put_aside
 
     def _roots(self) -> list[tuple[str, torch.nn.Module]]:
         return [(prefix, module) for prefix, ref in self._modules if (module := ref()) is not None]

@@ -17,8 +17,11 @@ from vram_magic.devices.base import Device
 from vram_magic.residency.checkpoint import TensorRange, torch_dtype_name
 from vram_magic.residency.parts import Key, Record
 from vram_magic.residency.spans import Span
+from vram_magic.residency.swap import storage_use_count
 
 __all__ = ["Records", "booked"]
+
+_OUR_USES = 2  # of the storage of what stands in: the record's tensor, and the object by which it is asked
 
 
 def booked(step: Callable[[], None]) -> None:
@@ -44,6 +47,9 @@ class Records:
         self._origins = dict(origins)
         self._shared = weakref.WeakValueDictionary[Key, Record]() if shared is None else shared
         self._own: dict[Key, Record] = {}
+        self.put_aside: list[Record] = []
+        """Those of weights that are out and not in the modules, while somebody still has them: `functional_call` puts
+        others in their place for the time of a call."""
 
     def __getitem__(self, span: Span) -> Record:
         return self._own[span.key]
@@ -78,7 +84,11 @@ class Records:
             if span.nbytes and not record.counted and span.owned:
                 self._device.adopt(span.tensors[0])
                 record.counted = True
-        self._let_go(record for key, record in known.items() if self._own.get(key) is not record)
+        mine = set(map(id, self._own.values()))
+        missed = [record for record in (*known.values(), *self.put_aside) if id(record) not in mine]
+        self.put_aside = [record for record in missed if _held_elsewhere(record)]
+        kept = set(map(id, self.put_aside))
+        self._let_go(record for record in missed if id(record) not in kept)
 
     def moved(self, span: Span, memory: torch.Tensor, *, owned: bool) -> None:
         """Told after a span's tensors lie over ``memory``: lists its record under the new key."""
@@ -95,8 +105,9 @@ class Records:
 
     def forget(self) -> None:
         """Lets go of all records: spill files and copies that nobody else needs go."""
-        self._let_go(self._own.values())
+        self._let_go([*self._own.values(), *self.put_aside])
         self._own.clear()
+        self.put_aside.clear()
 
     def shared(self, span: Span) -> bool:
         """Whether another model has the weight too."""
@@ -124,6 +135,14 @@ class Records:
             if found and _fits(found, span, dtype):
                 return found
         return None
+
+
+def _held_elsewhere(record: Record) -> bool:
+    """Whether tensors that are not ours lie over what stands in for the weight."""
+    if record.stand_in is None:
+        return False
+    storage = record.stand_in.untyped_storage()
+    return storage_use_count(storage._cdata) > _OUR_USES
 
 
 def _fits(origin: TensorRange, span: Span, dtype: torch.dtype | None) -> bool:

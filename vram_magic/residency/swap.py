@@ -33,11 +33,14 @@ import torch
 
 from vram_magic.residency.spans import Span
 
-__all__ = ["SHARED", "all_rest", "busy", "explained", "frames_rest", "harmless", "put_back", "replace", "versions"]
+__all__ = [
+    "SHARED", "all_rest", "busy", "explained", "frames_rest", "harmless", "has_other_references", "put_back",
+    "replace", "storage_use_count", "versions",
+]  # fmt: skip
 
 _refcounts = sys.getrefcount
 _use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
-_storage_use_count = torch._C._storage_Use_Count
+storage_use_count = torch._C._storage_Use_Count
 _version = operator.attrgetter("_version")
 _OVERHEAD = next(map(_refcounts, [object()]))  # the list that holds it and the call itself
 
@@ -84,7 +87,7 @@ def busy(span: Span, references: list[int] | None = None, *, holders: int | None
     own lie over the same memory, or None where anybody's may, and will keep it.
     """
     tensors = span.tensors
-    if span.alone and holders is not None and _storage_use_count(span.memory._cdata) != _owners(span, holders):
+    if span.alone and holders is not None and storage_use_count(span.memory._cdata) != _owners(span, holders):
         return SHARED
     with _plainly():
         uses = list(map(_use_count, tensors))
@@ -116,7 +119,7 @@ def replace(
         map(operator.eq, map(_version, tensors), seen),
     ]
     if span.alone and holders is not None:
-        looks.append(map(operator.eq, map(_storage_use_count, [span.memory._cdata]), [_owners(span, holders)]))
+        looks.append(map(operator.eq, map(storage_use_count, [span.memory._cdata]), [_owners(span, holders)]))
     return _set_if(looks, tensors, fresh)
 
 
@@ -153,10 +156,7 @@ def explained(spans: list[Span]) -> list[list[int]]:
     They are those of the model's own places and of whatever rests on the heap; the real counts differ where a frame or
     C code holds a tensor.
     """
-    by_slots = [
-        [_OVERHEAD + slots + (_OF_A_BASE if uses > 1 else 0) for slots, uses in zip(span.slots, span.uses, strict=True)]
-        for span in spans
-    ]
+    by_slots = list(map(_by_slots, spans))
     odd = [s for s, expected in zip(spans, by_slots, strict=True) if list(map(_refcounts, s.tensors)) != expected]
     resting = _resting_references(odd) if odd else {}
     return [
@@ -168,6 +168,17 @@ def explained(spans: list[Span]) -> list[list[int]]:
         else expected
         for span, expected in zip(spans, by_slots, strict=True)
     ]
+
+
+def _by_slots(span: Span) -> list[int]:
+    return [
+        _OVERHEAD + slots + (_OF_A_BASE if uses > 1 else 0) for slots, uses in zip(span.slots, span.uses, strict=True)
+    ]
+
+
+def has_other_references(span: Span) -> bool:
+    """Whether anything but the model's own places refers to one of the span's tensors."""
+    return list(map(_refcounts, span.tensors)) != _by_slots(span)
 
 
 def frames_rest() -> bool:
