@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import time
 
 import pytest
 import torch
@@ -358,3 +359,16 @@ def test_a_frozen_weight_that_a_custom_function_keeps_is_there_for_its_backward(
     del loss
     handle.load()
     assert handle.evict()
+
+
+@pytest.mark.simulation_only
+def test_a_graph_over_evicted_weights_is_told_at_once(mgr):
+    model, x = nn.Linear(64, 64, device=DEVICE), torch.ones(1, 64, device=DEVICE)
+    mgr.register("model", model).evict()
+    norms = [weight.norm() for weight in model.parameters()]
+    begun = time.monotonic()
+    with pytest.raises(vm.ModelInUseError, match="an autograd graph"):
+        model(x)
+    assert time.monotonic() - begun < 9  # not for as long as it waits for an operation
+    norms.clear()
+    model(x)

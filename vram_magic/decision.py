@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vram_magic.devices.meter import Reservation
-from vram_magic.journal import StepTaken
+from vram_magic.journal import Record, StepTaken
 from vram_magic.models.managed import Candidates, ManagedModel
 from vram_magic.policy import Plan, Request, Snapshot
 from vram_magic.residency.parts import Key
@@ -63,6 +63,27 @@ class Decision:
     collected: bool = False
     may_rest: bool = False
     """Whether the asker is in no operation."""
+
+    @property
+    def told_failure(self) -> str:
+        """`failure` in words; empty where nothing failed."""
+        return "" if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
+
+    def record(self, reason: str) -> Record:
+        """What the journal keeps of it."""
+        snapshot, request, chosen = self.first or (None, self.request, None)
+        return Record(
+            asked_by=request.asked_by,
+            need_bytes=request.need_bytes,
+            had_bytes=self.had_bytes,
+            freed_bytes=self.freed_bytes,
+            left=tuple(self.left),
+            spared=chosen.spared if chosen else (),
+            reason=reason,
+            snapshot=snapshot,
+            request=request,
+            plan=chosen,
+        )
 
 
 def extra_bytes(failed_again: int, size_bytes: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from vram_magic.decision import Decision, Room
 from vram_magic.devices.base import AUTO, Device
-from vram_magic.journal import Journal, Record, StepTaken
+from vram_magic.journal import Journal, StepTaken
 from vram_magic.models.managed import Candidates, EngineModel, ManagedModel, TorchModel
 from vram_magic.oom import OTHER_PROCESSES, OTHER_TENSORS, VRAMOutOfMemoryError, refusal, too_low
 from vram_magic.policy import ModelState, Plan, Request, Snapshot, Step, plan
@@ -172,7 +172,7 @@ class Reclaimer:
                     continue
                 error = decision.failure or self._refusal(decision)
                 if not busy:
-                    self._record(decision, _failure(decision) or "not enough, even with everything that may leave")
+                    self._record(decision, decision.told_failure or "not enough, even with everything that may leave")
                 return Room(None, decision.freed_bytes, error, busy)
 
     def _may_collect(self, decision: Decision) -> bool:
@@ -407,25 +407,7 @@ class Reclaimer:
         }
 
     def _record(self, decision: Decision, reason: str) -> None:
-        snapshot, request, chosen = decision.first or (None, decision.request, None)
-        self._journal.append(
-            Record(
-                asked_by=request.asked_by,
-                need_bytes=request.need_bytes,
-                had_bytes=decision.had_bytes,
-                freed_bytes=decision.freed_bytes,
-                left=tuple(decision.left),
-                spared=chosen.spared if chosen else (),
-                reason=reason,
-                snapshot=snapshot,
-                request=request,
-                plan=chosen,
-            )
-        )
-
-
-def _failure(decision: Decision) -> str:
-    return "" if decision.failure is None else f"{type(decision.failure).__name__}: {decision.failure}"
+        self._journal.append(decision.record(reason))
 
 
 def _kept(decision: Decision, name: str) -> str:

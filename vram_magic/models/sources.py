@@ -24,7 +24,7 @@ from vram_magic.models.filling import fill
 from vram_magic.models.holding import holds_modules, modules_of
 from vram_magic.models.libraries import Loader, downloaded, loaders, processor_of, reading, refused, unfound
 from vram_magic.models.origin import checkpoints_in
-from vram_magic.residency.checkpoint import INDEX_SUFFIX, Checkpoint, FileIdentity
+from vram_magic.residency.checkpoint import INDEX_SUFFIX, Checkpoint, FileIdentity, odd_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,6 +132,11 @@ def _from_name(source: str | os.PathLike[str], dtype: torch.dtype | None, into: 
     path = Path(source).expanduser()
     with reading(source):
         is_folder, is_file = path.is_dir() and source != "", path.is_file()
+        odd = odd_kind(path) if path.exists() and not is_folder and source != "" else ""
+    if odd:
+        raise refused(
+            source, f"It is {odd} and no regular file.", "Name a file or a folder: %load_model NAME FOLDER_OR_FILE"
+        )
     if is_folder:
         return _from_folder(path, dtype, into)
     if is_file or path.suffix in (*_PICKLES, ".safetensors") or path.name.endswith(INDEX_SUFFIX):

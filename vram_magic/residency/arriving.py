@@ -21,7 +21,7 @@ from vram_magic.residency.mapping import was_written
 from vram_magic.residency.parts import Record
 from vram_magic.residency.records import Records, booked
 from vram_magic.residency.spans import Span
-from vram_magic.residency.swap import SHARED, busy, harmless, replace, versions
+from vram_magic.residency.swap import SHARED, busy, frames_rest, harmless, replace, versions
 
 if TYPE_CHECKING:
     import torch
@@ -181,9 +181,11 @@ class Arriving:
         span, fresh = item.span, item.span.retarget(item.memory)
         # On an accelerator somebody may keep the old memory, and lose nothing by it (`absent`).
         holders = self._holders(span) if self._device.is_host else None
+        begun = time.monotonic()
         while not replace(span, fresh, harmless([span], may_rest=True)[0], item.versions, holders=holders):
-            if time.monotonic() > deadline:
-                return False
+            now = time.monotonic()
+            if now > deadline or (now > begun + _PATIENCE_S and frames_rest()):
+                return False  # in time, or at once where nobody runs: then it is no operation that uses it
             if versions(span) == item.versions:
                 time.sleep(0.001)
             else:
@@ -207,10 +209,20 @@ class Arriving:
 
 
 def _in_use(span: Span) -> ModelInUseError:
+    if frames_rest():
+        why = (
+            "Something that was computed from the evicted weights, outside any call of the model, still refers to them:"
+            " an autograd graph, a trace or a frozen script.\nDelete it, or compute it under torch.no_grad() or: "
+            "with mgr[NAME].lease() as model:"
+        )
+    else:
+        why = (
+            "Another thread has been computing with the evicted weights directly, outside any call of the model.\n"
+            "Wait for it, or let it use: with mgr[NAME].lease() as model:"
+        )
     return ModelInUseError(
         f"The weights of {span.names[0]!r} cannot be brought to the device.\nTheir {span.nbytes} bytes are in use.\n"
-        "Another thread has been computing with the evicted weights directly, outside any call of the model.\n"
-        "Wait for it, or let it use: with mgr[NAME].lease() as model:"
+        f"{why}"
     )
 
 

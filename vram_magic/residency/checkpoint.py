@@ -17,6 +17,7 @@ import errno
 import json
 import math
 import os
+import stat
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from vram_magic.errors import BackingLostError, SourceError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["Checkpoint", "FileIdentity", "TensorRange", "WeightFile", "some_of", "torch_dtype_name"]
+__all__ = ["Checkpoint", "FileIdentity", "TensorRange", "WeightFile", "odd_kind", "some_of", "torch_dtype_name"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 CHUNK_BYTES = 16 * 2**20  # one preadv: large enough for the medium, small enough for an interrupt to get in
@@ -82,6 +83,24 @@ def some_of(names: Iterable[object], limit: int = 5) -> str:
     return ", ".join(ordered[:limit]) + more
 
 
+_ODD_KINDS = (
+    (stat.S_ISFIFO, "a FIFO (a named pipe)"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+    (stat.S_ISDIR, "a folder"),
+)
+
+
+def odd_kind(path: Path) -> str:
+    """What a path is that is no regular file, empty for one. It is not opened: that could wait for ever.
+
+    Raises OSError where there is nothing.
+    """
+    mode = path.stat().st_mode
+    return "" if stat.S_ISREG(mode) else next((kind for is_kind, kind in _ODD_KINDS if is_kind(mode)), "a special file")
+
+
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
     """What tells that a file is still the one that was read."""
@@ -114,7 +133,8 @@ class WeightFile:
 
     @classmethod
     def open(cls, path: Path) -> WeightFile:
-        """Open a file for reading; it is closed when the last reference to it goes."""
+        """Open a regular file for reading; it is closed when the last reference to it goes."""
+        _refuse_odd(path)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return cls(path, fd, FileIdentity.of(fd))
@@ -260,7 +280,7 @@ def _open_file(path: Path) -> Checkpoint:
 def _read_index(index: Path) -> dict[str, TensorRange]:
     weight_map = _weight_map(index)
     shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
+    missing = [shard for shard in shards if not (index.parent / shard).exists()]
     if missing:
         numbers = f"{len(missing)} of {len(shards)} shards are missing: {some_of(missing)}."
         raise _unreadable(index, numbers, "The index names files that are not beside it.")
@@ -282,6 +302,7 @@ def _match(index: Path, shard: str, assigned: set[str], held: set[str]) -> None:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
+    _refuse_odd(index)
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         if all(_is_relative(shard) for shard in weight_map.values()):
@@ -352,6 +373,15 @@ def _check_layout(file: WeightFile, start: int, tensors: Mapping[str, TensorRang
     if size != end:
         cause = "It is cut short." if size < end else "Something was appended to it."
         raise _unreadable(file.path, f"{size} bytes on disk, {end} by its header.", cause)
+
+
+def _refuse_odd(path: Path) -> None:
+    if kind := odd_kind(path):
+        raise SourceError(
+            f"The checkpoint {path} cannot be used.\n0 bytes read.\n"
+            f"It is {kind} and no regular file, and weights are read from many places of a file, again and again.\n"
+            "Copy the weights into a file, then: %load_model NAME FILE.safetensors --into MODULE"
+        )
 
 
 def _unreadable(path: Path, numbers: str, cause: str) -> SourceError:

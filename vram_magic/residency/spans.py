@@ -5,7 +5,8 @@ a file is mapped as one big storage for many tensors (as some loaders do), a spa
 
 Nothing is remembered here: a parameter that was replaced, an adapter that was added, are simply found. The walk reads
 ``__dict__`` directly and runs no code of the user's; what a quantized tensor consists of is asked of its class
-(`leaves`). It takes no lock; sizes are bytes.
+(`leaves`). A tensor that has no storage, or none that can be asked, is a span of no bytes that stays. It takes no lock;
+sizes are bytes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ __all__ = ["Span", "survey"]
 
 _OWN = {"_parameters", "_buffers", "_modules"}
 _NO_MEMORY = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+
+# A subclass may answer for itself when an attribute is read: code of the user's, which the survey must not run.
+_plainly = torch._C.DisableTorchFunctionSubclass
+_in_transform = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001  no public name tells
+_has_storage = torch._C._has_storage  # noqa: SLF001
+_is_zero = torch.Tensor._is_zerotensor  # noqa: SLF001  autograd's zeros, which are stored nowhere
 
 
 @dataclass(slots=True, eq=False)
@@ -122,14 +129,16 @@ def survey(
         scripted = isinstance(module, torch.jit.ScriptModule)
         for name, tensor in _named(module):
             for leaf_name, leaf in leaves_of(f"{module_name}{name}", tensor, device.torch_device, seen):
-                _place(spans, leaf, leaf_name, device, stands_in, transient=name in passing, scripted=scripted)
+                with _plainly():
+                    _place(spans, leaf, leaf_name, device, stands_in, transient=name in passing, scripted=scripted)
         plain += _attributes(module, seen)
-    for tensor in plain:
-        _place_alias(spans, tensor)
-    for group in spans.values():
-        for span in group:
-            span.alone = len(group) == 1
-            _add_bases(span)
+    with _plainly():
+        for tensor in plain:
+            _place_alias(spans, tensor)
+        for group in spans.values():
+            for span in group:
+                span.alone = len(group) == 1
+                _add_bases(span, device)
     found = [span for group in spans.values() for span in group]
     _find_pages(found, device)
     return found
@@ -196,10 +205,10 @@ def _place(
     scripted: bool,
 ) -> None:
     fixed = _fixed(tensor, device)
-    if fixed and tensor.layout != torch.strided:
+    storage = _storage_of(tensor)
+    if storage is None:
         spans.setdefault(-id(tensor), []).append(Span(_NO_MEMORY, 0, 0, [tensor], [1], [0], names=[name], fixed=fixed))
         return
-    storage = tensor.untyped_storage()
     if not storage.nbytes():
         return
     owned = device.owns(storage)
@@ -216,11 +225,19 @@ def _place(
 
 def _place_alias(spans: dict[int, list[Span]], tensor: torch.Tensor) -> None:
     """A plain attribute matters only where it lies over memory that a parameter or buffer owns."""
-    if tensor.layout != torch.strided or type(tensor) not in PLAIN_TYPES:
+    # Uncounted, a nested one keeps what it lies over: its data cannot be replaced.
+    if type(tensor) not in PLAIN_TYPES or tensor.is_nested or (storage := _storage_of(tensor)) is None:
         return
-    for span in spans.get(tensor.untyped_storage()._cdata, ()):
+    for span in spans.get(storage._cdata, ()):
         if span.owned or (_first_byte(tensor) < span.end and span.start < _last_byte(tensor)):
             _add(span, tensor)
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The tensor's storage; None where it has none, or one without memory."""
+    if tensor.layout != torch.strided or _in_transform(tensor) or not _has_storage(tensor) or _is_zero(tensor):
+        return None
+    return tensor.untyped_storage()
 
 
 def _span_for(
@@ -231,20 +248,22 @@ def _span_for(
         if not group:
             group.append(Span(storage, 0, storage.nbytes()))
         return group[0]
-    start, end = _first_byte(tensor), _last_byte(tensor)
+    start, end = _range_of(tensor, storage)
     touching = [span for span in group if start < span.end and span.start < end]
     span = touching[0] if touching else Span(storage, start, end)
     if not touching:
         group.append(span)
-    elif (start, end) != (span.start, span.end):
-        span.fixed = "overlapping views of one mapped file"
+    for other in touching:
+        if (start, end) != (other.start, other.end):
+            other.fixed = "overlapping views of one mapped file"
     return span
 
 
-def _add_bases(span: Span) -> None:
+def _add_bases(span: Span, device: Device) -> None:
     """The hidden tensors that views are views of: they hold the memory too, and move along."""
     for base in [view._base for view in span.tensors if view._is_view()]:
-        if base is not None and all(base is not known for known in span.tensors):
+        if base is not None and _lies_in(base, span) and all(base is not known for known in span.tensors):
+            span.fixed = span.fixed or _fixed(base, device)
             span.tensors.append(base)
             span.slots.append(0)
             span.scripts.append(0)
@@ -252,6 +271,15 @@ def _add_bases(span: Span) -> None:
     span.uses = [
         1 + bases.count(id(tensor)) + scripts for tensor, scripts in zip(span.tensors, span.scripts, strict=True)
     ]
+
+
+def _lies_in(base: torch.Tensor, span: Span) -> bool:
+    """A view that was given other memory keeps its base, which then is elsewhere and none of the model's."""
+    storage = _storage_of(base)
+    if storage is None or storage._cdata != span.memory._cdata:
+        return False
+    start, end = _range_of(base, storage)
+    return span.start <= start and end <= span.end
 
 
 def _add(span: Span, tensor: torch.Tensor, *, scripted: bool = False) -> None:
@@ -269,11 +297,14 @@ def _fixed(tensor: torch.Tensor, device: Device) -> str:
     """Why the memory of the tensor cannot be moved, or an empty string."""
     reasons = {
         f"a tensor of type {type(tensor).__name__}{_elsewhere(tensor, device)}": not has_own_memory(tensor),
+        "inside a transform of torch.func": _in_transform(tensor),
         f"a {str(tensor.layout).removeprefix('torch.')} tensor": tensor.layout != torch.strided,
+        "a nested tensor": tensor.is_nested,
         f"on the device {tensor.device}": tensor.device.type != "cpu" and tensor.device != device.torch_device,
         "made under inference_mode, so its data cannot be replaced": tensor.is_inference(),
         "a quantized tensor with side state": tensor.is_quantized,
         "a lazily conjugated or negated tensor": tensor.is_conj() or tensor.is_neg(),
+        "a tensor without memory": not _has_storage(tensor) or _is_zero(tensor),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -294,6 +325,13 @@ def _find_pages(spans: list[Span], device: Device) -> None:
         span.pages = page if page and page.start <= address and address + span.nbytes <= page.end else None
         if span.pages is None and device.is_host:
             span.fixed = "in memory that torch does not own (numpy's, or shared)"
+
+
+def _range_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
+    """The first byte of the storage that the tensor touches, and one past the last."""
+    if tensor.is_nested or not has_own_memory(tensor):  # tells no sizes, or would run a class's own code for them
+        return 0, storage.nbytes()
+    return _first_byte(tensor), _last_byte(tensor)
 
 
 def _first_byte(tensor: torch.Tensor) -> int:
