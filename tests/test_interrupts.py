@@ -5,6 +5,7 @@ Without this, one Ctrl-C at the wrong moment costs the kernel: a lock that stays
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import sys
@@ -92,3 +93,61 @@ def test_an_interrupted_wait_releases_what_was_reserved_while_its_traceback_is_s
         settled(outcome)
     assert released == [True]
     assert shown.traceback is not None
+
+
+class RangError(Exception):
+    """What a signal handler of the user's raises."""
+
+
+@pytest.fixture
+def alarm():
+    """Rings once after so many seconds, and raises `RangError` in the main thread."""
+
+    def ring(*_):
+        raise RangError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def slow_decisions(mgr, seconds):
+    decide = mgr._core.workers.decide
+
+    def late(function, *args, **kwargs):
+        def slowly():
+            result = function(*args, **kwargs)
+            time.sleep(seconds)
+            return result
+
+        return decide(slowly)
+
+    mgr._core.workers.decide = late
+    yield
+    del mgr._core.workers.decide
+
+
+def test_a_move_ends_before_what_a_signal_handler_raised_is_raised(mgr, alarm):
+    model, x = nn.Linear(512, 512).to(DEVICE), torch.zeros(1, 512, device=DEVICE)
+    right, handle = model(x).detach(), mgr.register("model", model)
+    with slow_decisions(mgr, 0.2), pytest.raises(RangError):  # noqa: PT012  it must not ring before
+        alarm(0.1)
+        handle.evict()
+    assert handle.device_bytes == 0
+    assert not handle._managed.moving
+    assert torch.equal(model(x), right)
+
+
+def test_an_allocation_succeeds_before_a_signal_handlers_exception_interrupts(mgr, alarm):
+    model = nn.Linear(512, 512).to(DEVICE)
+    handle = mgr.register("model", model)
+    mgr.budget_bytes = mgr.used_bytes
+    kept = []
+    with slow_decisions(mgr, 0.2), pytest.raises(KeyboardInterrupt):  # noqa: PT012  it must not ring before
+        alarm(0.1)
+        kept.append(torch.empty(2**18, dtype=torch.uint8, device=DEVICE))
+        time.sleep(1)
+    assert handle.device_bytes < handle.total_bytes
+    assert mgr.used_bytes <= mgr.budget_bytes

@@ -1,9 +1,9 @@
 """The answer to the guard, when an allocation in the middle of an operation of any thread lacks room.
 
 It must not raise, since an exception would cross C++ frames, and it must not wait for anything that waits for its
-thread. So the work is done by the deciding thread: here runs no user code, no collection and no finaliser. An interrupt
-is remembered and raised by the guard when the operation has ended. While a CUDA graph is being captured the answer is
-no, as memory may not be freed then.
+thread. So the work is done by the deciding thread: here runs no user code, no collection and no finaliser. An
+interrupt, and whatever else a signal handler raises while we wait, is remembered, and the guard interrupts when the
+operation has ended. While a CUDA graph is being captured the answer is no, as memory may not be freed then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vram_magic.guard.native import (
 from vram_magic.oom import VRAMOutOfMemoryError
 from vram_magic.policy import Request
 from vram_magic.sizes import format_size
-from vram_magic.workers import Outcome
+from vram_magic.workers import Outcome, outlasted
 
 __all__ = ["Pressure"]
 
@@ -49,6 +49,8 @@ class Pressure:
                         return self._refuse(self._captured(need_bytes, size_bytes), size_bytes) | interrupted
                     changes = core.registry.changes
                     question = self._ask(need_bytes, why, size_bytes)
+                if outlasted(question) is not None:
+                    interrupted = INTERRUPTED
                 room = question.result()
                 if room.busy and core.registry.wait_for_moves(changes):
                     question = None

@@ -5,8 +5,10 @@
 * one thread runs an event loop for the coroutines of outside engines, so that they run while a cell blocks the kernel's
 * callers from an event loop wait in threads of a pool
 
-A thread of ours is clean: no torch mode, no inference mode, no autocast of the user's is active in it, and a keyboard
-interrupt, which Python delivers to the main thread only, cannot cut a move in two.
+A thread of ours is clean: no torch mode, no inference mode, no autocast of the user's is active in it, and what signal
+handlers raise, which Python runs in the main thread only, cannot cut a move in two: who waits raises it afterwards.
+Context variables do come along, with calls from coroutines and into the threads that a backend's coroutine starts: by
+one of them what an engine's unload calls is known, and refused, as the deciding thread waits for that unload.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import functools
 import queue
 import threading
@@ -23,7 +26,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from vram_magic.errors import VRAMError, closed_manager
 
-__all__ = ["Cancelled", "Outcome", "Workers", "settled"]
+__all__ = ["Cancelled", "Outcome", "Workers", "outlasted", "settled"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,22 +85,27 @@ class Outcome(Generic[R]):
         return self._value  # type: ignore[return-value]  # with no error the value is there
 
 
-def settled(outcome: Outcome[R]) -> R:
-    """The outcome's value. An interrupt is raised after the job is done; what it reserved goes with the outcome."""
-    interrupt: KeyboardInterrupt | None = None
+def outlasted(outcome: Outcome[R]) -> BaseException | None:
+    """Waits until the job is done; returns what a signal handler raised meanwhile (the last), an interrupt say."""
+    late: BaseException | None = None
     while True:
         try:
             outcome.wait()
-            break
-        except KeyboardInterrupt as error:
-            interrupt = error
+            return late
+        except BaseException as error:  # noqa: BLE001  the wait itself raises nothing; who calls raises it
+            late = error
+
+
+def settled(outcome: Outcome[R]) -> R:
+    """The outcome's value. What a signal handler raises is raised after the job is done; what it reserved goes."""
+    late = outlasted(outcome)
     try:
-        if interrupt is not None:
+        if late is not None:
             outcome.abandon()  # the traceback keeps the outcome for as long as the user looks at it
-            raise interrupt
+            raise late
         return outcome.result()
     finally:
-        del outcome, interrupt  # their tracebacks refer to this frame: a cycle would keep what the job reserved
+        del outcome, late  # their tracebacks refer to this frame: a cycle would keep what the job reserved
 
 
 class _Line:
@@ -146,17 +154,30 @@ class _Jobs:
                     job[0].finish(error=closed_manager())
 
 
+class _Pool(concurrent.futures.ThreadPoolExecutor):
+    """Threads whose jobs run in the context of who asked for them, as in `asyncio.to_thread`."""
+
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[R]:
+        job = functools.partial(fn, *args, **kwargs)
+        return super().submit(lambda context: context.run(job), contextvars.copy_context())
+
+
+_begun_for: contextvars.ContextVar[Outcome[Any] | None] = contextvars.ContextVar("vram_magic_begun_for", default=None)
+"""In a coroutine that a deciding thread waits for, and in what it calls: what that thread waits for."""
+
+
 class Workers:
     """The threads of one manager, started when first needed."""
 
     def __init__(self) -> None:
         self._decider = _Line("vram-magic-decide")
         self._loader = _Line("vram-magic-load")
-        self._callers = concurrent.futures.ThreadPoolExecutor(_CALL_THREADS, "vram-magic-call")
+        self._callers = _Pool(_CALL_THREADS, "vram-magic-call")
         self._local = threading.local()
-        self._forked = False
+        self._forked = self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
+        self._decider_awaits: Outcome[Any] | None = None
         self._starting = threading.Lock()  # a leaf: held while the loop thread starts
 
     def become_child(self) -> None:
@@ -172,6 +193,12 @@ class Workers:
             self._loop_thread,
         )
 
+    @property
+    def _in_unload(self) -> bool:
+        """Whether the caller is a coroutine that the deciding thread waits for, or was called by it."""
+        awaited = self._decider_awaits
+        return awaited is not None and _begun_for.get() is awaited
+
     def decide(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Outcome[R]:
         """Runs the function in the deciding thread (at once when called from there)."""
         job = functools.partial(function, *args, **kwargs)
@@ -179,6 +206,8 @@ class Workers:
             outcome: Outcome[R] = Outcome()
             outcome.run(job)
             return outcome
+        if self._in_unload:
+            raise _unload_waits_for_itself()
         if self.is_ours:
             raise _waits_for_itself()
         return self._decider.submit(job)
@@ -195,13 +224,18 @@ class Workers:
         loop = self._event_loop()
         if threading.get_ident() == self._loop_thread:
             coroutine.close()
-            raise _waits_for_itself()
+            raise _unload_waits_for_itself() if self._in_unload else _waits_for_itself()
         # Not `run_coroutine_threadsafe`: its future is done as soon as it is cancelled, while the coroutine still runs.
         future: Outcome[R] = Outcome()
         tasks: list[asyncio.Task[R]] = []
+        context = contextvars.copy_context()
+        deciding = threading.get_ident() == self._decider.thread.ident
+        if deciding:
+            self._decider_awaits = future
+            context.run(_begun_for.set, future)
 
         def start() -> None:
-            tasks.append(loop.create_task(coroutine))
+            tasks.append(loop.create_task(coroutine, context=context))
             tasks[0].add_done_callback(functools.partial(_hand_over, future))
 
         def stop() -> None:
@@ -210,11 +244,20 @@ class Workers:
         loop.call_soon_threadsafe(start)
         job: _Job | None = getattr(self._local, "job", None)
         cancel = functools.partial(loop.call_soon_threadsafe, stop)
-        with job.cancelling(cancel) if job else contextlib.nullcontext():
-            return settled(future)
+        try:
+            with job.cancelling(cancel) if job else contextlib.nullcontext():
+                return settled(future)
+        finally:
+            if deciding:
+                self._decider_awaits = None
 
     def check_cancelled(self) -> None:
-        """Raises `Cancelled` in a job whose caller has gone."""
+        """Called while waiting for a move: raises `Cancelled` in a job whose caller has gone.
+
+        Raises `VRAMError` in what an engine's unload called: the move may be that of the engine itself.
+        """
+        if self._in_unload:
+            raise _unload_waits_for_itself()
         job: _Job | None = getattr(self._local, "job", None)
         if job is not None and job.cancelled:
             raise Cancelled
@@ -226,7 +269,12 @@ class Workers:
         result that came all the same goes to ``discard``.
         """
         job = _Job()
-        future = asyncio.wrap_future(self._callers.submit(self._as_job, job, function))
+        try:
+            future = asyncio.wrap_future(self._callers.submit(self._as_job, job, function))
+        except RuntimeError:
+            if self._closed:
+                raise closed_manager() from None
+            raise
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -249,25 +297,36 @@ class Workers:
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
+                self._loop.set_default_executor(_Pool(thread_name_prefix="vram-magic-backend"))
                 threading.Thread(target=self._run_loop, args=(self._loop,), name="vram-magic-loop", daemon=True).start()
             return self._loop
 
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop_thread = threading.get_ident()
-        asyncio.set_event_loop(loop)
-        loop.run_forever()
-        loop.close()
+        try:
+            asyncio.set_event_loop(loop)
+            while self._loop is loop:  # until `close`, even where a backend stops the loop that it runs in
+                # asyncio lets these two end the loop, too. Who waits for the coroutine gets them once it goes on.
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                    loop.run_forever()
+        finally:
+            self._loop_thread = 0  # another thread may get the number
+            if self._loop is loop:
+                self._loop = None
+            loop.close()
 
     def close(self) -> None:
         """Ends the threads; what is running finishes."""
-        self._callers.shutdown(wait=not self.is_ours)
+        self._closed = True
+        may_wait = not (self.is_ours or self._in_unload)
+        self._callers.shutdown(wait=may_wait)
         for line in (self._decider, self._loader):
             line.close()
-            if not self.is_ours:
+            if may_wait:
                 line.thread.join()
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
 
 
 def _waits_for_itself() -> VRAMError:
@@ -275,6 +334,15 @@ def _waits_for_itself() -> VRAMError:
         "An engine's load or unload would wait for itself.\nNothing was moved.\n"
         "A backend's coroutine called the manager, and the call needs the loop that the coroutine blocks.\n"
         "Use the awaitable form in it: await mgr.amake_room(...), await handle.aload()"
+    )
+
+
+def _unload_waits_for_itself() -> VRAMError:
+    return VRAMError(
+        "An engine's unload would wait for itself.\nNothing was moved.\n"
+        "A backend's unload called the manager, which decides nothing else before that unload has ended; the awaitable "
+        "forms would wait for it, too.\n"
+        "Leave the call out of unload, and make it afterwards: await mgr.unload_model(NAME), then await handle.aevict()"
     )
 
 
