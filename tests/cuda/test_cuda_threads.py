@@ -153,12 +153,15 @@ def test_edits_of_other_threads_survive_evictions(open_manager):
 
     def edit(number: int) -> None:
         if number:
-            for _ in range(ROUNDS):
-                handle.evict()
-                handle.load()
-            done.set()
+            try:
+                for _ in range(ROUNDS):
+                    handle.evict()
+                    handle.load()
+            finally:
+                done.set()
             return
         while not done.is_set():
+            time.sleep(0.001)  # who writes all the time leaves no moment between a read and the replacement
             last.add_(1)
             model[0].weight.copy_(last)  # a copy: kernels do nothing here
 

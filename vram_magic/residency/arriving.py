@@ -181,11 +181,13 @@ class Arriving:
         span, fresh = item.span, item.span.retarget(item.memory)
         # On an accelerator somebody may keep the old memory, and lose nothing by it (`absent`).
         holders = self._holders(span) if self._device.is_host else None
-        begun = time.monotonic()
+        resting_since = time.monotonic()
         while not replace(span, fresh, harmless([span], may_rest=True)[0], item.versions, holders=holders):
             now = time.monotonic()
-            if now > deadline or (now > begun + _PATIENCE_S and frames_rest()):
-                return False  # in time, or at once where nobody runs: then it is no operation that uses it
+            if not frames_rest():
+                resting_since = now
+            if now > min(deadline, resting_since + _PATIENCE_S):
+                return False  # where nobody has run for a while it is no operation that uses it
             if versions(span) == item.versions:
                 time.sleep(0.001)
             else:
