@@ -113,6 +113,10 @@ async def in_executor(mgr):
     await asyncio.get_running_loop().run_in_executor(None, mgr["layer"].evict)
 
 
+async def closes(mgr):
+    mgr.close()
+
+
 async def in_a_lease(mgr):
     async with mgr["layer"].lease():
         pass
@@ -141,6 +145,8 @@ ASKING = {
     "evicts in an executor's thread": in_executor,
     "reads a state in a thread": lambda mgr: asyncio.to_thread(lambda: mgr["layer"].state),
     "evicts in its own thread": directly,
+    "closes the manager": closes,
+    "closes the manager in a thread": lambda mgr: asyncio.to_thread(mgr.close),
 }
 
 
@@ -240,6 +246,51 @@ def test_a_load_may_ask_the_manager_and_an_unload_that_follows_from_it_may_not(m
     assert ["unload would wait for itself" in text for text in told] == [True]
 
 
+def test_a_load_that_asks_for_more_room_than_can_ever_be_is_refused(mgr, backend, layer):
+    other = Backend()
+    other.doing["load"] = lambda: mgr.amake_room(mgr.budget_bytes - ENGINE)  # where it has taken its own part already
+    mgr["layer"].pin()
+    with pytest.raises(vm.VRAMOutOfMemoryError, match="layer"):
+        load(mgr, "other", other)
+    assert "other" not in mgr
+    assert mgr["layer"].device_bytes == layer.weight.nbytes
+
+
+def test_a_load_that_asks_for_its_own_engine_is_told_so(mgr):
+    other = Backend()
+
+    async def again():
+        await mgr["other"].aload()
+
+    other.doing["load"] = again
+    with pytest.raises(vm.VRAMError, match="load would wait for itself"):
+        load(mgr, "other", other)
+    assert "other" not in mgr
+    other.doing.clear()
+    load(mgr, "other", other)
+    assert other.done == [("load", "other")]
+
+
+def test_an_allocation_whose_victims_engine_exits_takes_another_one(mgr, backend, layer, error):
+    backend.doing["unload"] = raising(error, "itself")
+    mgr.budget_bytes = mgr.used_bytes
+    assert ended(lambda: torch.empty(MIB // 2, dtype=torch.uint8, device=DEVICE)).nbytes == MIB // 2
+    assert mgr.is_loaded("e")
+    assert mgr["layer"].device_bytes == 0
+    backend.doing.clear()
+
+
+def test_an_allocation_whose_only_victims_engine_exits_is_told_why(mgr, backend, layer, error):
+    backend.doing["unload"] = raising(error, "itself")
+    mgr["layer"].pin()
+    mgr.budget_bytes = mgr.used_bytes
+    with pytest.raises(torch.OutOfMemoryError, match=f"{type(error).__name__}: enough"):
+        ended(lambda: torch.empty(MIB, dtype=torch.uint8, device=DEVICE))
+    assert mgr.is_loaded("e")
+    assert mgr["layer"].device_bytes == layer.weight.nbytes
+    backend.doing.clear()
+
+
 def test_the_context_of_who_calls_comes_along_to_the_backend(mgr, backend):
     seen = []
 
@@ -298,6 +349,7 @@ def test_a_load_that_exits_tells_its_caller_and_the_next_one_works(mgr, backend,
 
 @where
 def test_an_unload_that_exits_tells_its_caller_and_the_engine_stays(mgr, backend, layer, error, where):
+    mgr["layer"].pin()  # else it leaves in place of the engine
     backend.doing["unload"] = raising(error, where)
     makes_room = lambda: mgr.make_room(more_than_free(mgr))  # noqa: E731
     for ask in (lambda: asyncio.run(mgr.unload_model("e")), makes_room, mgr["e"].evict):

@@ -58,7 +58,7 @@ class Decision:
     parts: dict[str, Candidates] = field(default_factory=dict)
     offers_workspaces: bool = False
     """Whether they were not asked yet."""
-    failure: Exception | None = None
+    failure: BaseException | None = None
     """What an engine's unload raised first: told if others cannot give enough either."""
     collected: bool = False
     may_rest: bool = False

@@ -12,6 +12,7 @@ import contextlib
 
 from vram_magic.core import Core
 from vram_magic.decision import Room, extra_bytes
+from vram_magic.errors import VRAMError
 from vram_magic.guard.native import (
     GRANTED,
     INTERRUPTED,
@@ -119,4 +120,5 @@ class Pressure:
 
     def _explain(self, error: BaseException | None) -> None:
         with contextlib.suppress(BaseException):
-            self._guard.explain(str(error))
+            ours = error is None or isinstance(error, VRAMError)
+            self._guard.explain(str(error) if ours else f"{type(error).__name__}: {error}")

@@ -224,7 +224,7 @@ class Reclaimer:
         parts = [part for part, _ in (found.demotable if step.stage == "demotion" else found.parts)[-step.blocks :]]
         try:
             freed, stayed = self._moved(decision, model, parts, step)
-        except Exception as error:
+        except BaseException as error:  # a backend may exit, too
             if not isinstance(model, EngineModel):
                 raise
             decision.failure = decision.failure or error

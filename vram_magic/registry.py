@@ -303,7 +303,12 @@ class Registry:
             self.done_moving(model)
 
     def _mark(self, model: ManagedModel, how: str) -> None:
-        self._wait_while(lambda: bool(model.moving), lambda: [model.mover])
+        def moved() -> bool:
+            if model.moving:
+                self._workers.check_not_awaited_by(model.mover)
+            return bool(model.moving)
+
+        self._wait_while(moved, lambda: [model.mover])
         model.moving, model.mover = how, threading.get_ident()
 
     def claim(self, model: ManagedModel) -> None:
@@ -372,7 +377,7 @@ class Registry:
 
     def _hope(self, awaited: Callable[[], Iterable[int]]) -> bool:
         """Whether one of the threads runs, or waits for one that runs, and none of it for this thread."""
-        seen, todo = {threading.get_ident()}, list(awaited())
+        seen, todo = {threading.get_ident(), *self._workers.waiting_for_me}, list(awaited())
         while todo:
             thread = todo.pop()
             if thread in seen:

@@ -108,7 +108,8 @@ class VRAMManager:
         _open[device.name] = self
 
     def close(self) -> None:
-        """Hands every model back whole, takes the guard out, removes spill files. Twice is once."""
+        """Hands every model back whole, takes the guard out, removes spill files. Twice is once. Not in an unload."""
+        self._core.workers.check_not_in_unload()
         if not self._core.registry.close():
             return
         try:

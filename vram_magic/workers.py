@@ -22,6 +22,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from vram_magic.errors import VRAMError, closed_manager
@@ -61,6 +62,11 @@ class Outcome(Generic[R]):
             self.finish(error=error)
         else:
             self.finish(value)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the job has ended."""
+        return self._ready
 
     def wait(self) -> None:
         while not self._ready:
@@ -162,8 +168,18 @@ class _Pool(concurrent.futures.ThreadPoolExecutor):
         return super().submit(lambda context: context.run(job), contextvars.copy_context())
 
 
-_begun_for: contextvars.ContextVar[Outcome[Any] | None] = contextvars.ContextVar("vram_magic_begun_for", default=None)
-"""In a coroutine that a deciding thread waits for, and in what it calls: what that thread waits for."""
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A backend's coroutine that a thread waits for."""
+
+    outcome: Outcome[Any]
+    thread: int
+    outer: _Call | None
+    """That in which the thread runs itself."""
+
+
+_begun_for: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("vram_magic_begun_for", default=None)
+"""In a backend's coroutine, and in what it calls: who waits for it."""
 
 
 class Workers:
@@ -177,7 +193,6 @@ class Workers:
         self._forked = self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
-        self._decider_awaits: Outcome[Any] | None = None
         self._starting = threading.Lock()  # a leaf: held while the loop thread starts
 
     def become_child(self) -> None:
@@ -196,8 +211,17 @@ class Workers:
     @property
     def _in_unload(self) -> bool:
         """Whether the caller is a coroutine that the deciding thread waits for, or was called by it."""
-        awaited = self._decider_awaits
-        return awaited is not None and _begun_for.get() is awaited
+        return self._decider.thread.ident in self.waiting_for_me
+
+    @property
+    def waiting_for_me(self) -> set[int]:
+        """The threads that wait for a backend's coroutine which the caller is, or was called by."""
+        threads, call = set(), _begun_for.get()
+        while call is not None:
+            if not call.outcome.ready:
+                threads.add(call.thread)
+            call = call.outer
+        return threads
 
     def decide(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Outcome[R]:
         """Runs the function in the deciding thread (at once when called from there)."""
@@ -206,8 +230,7 @@ class Workers:
             outcome: Outcome[R] = Outcome()
             outcome.run(job)
             return outcome
-        if self._in_unload:
-            raise _unload_waits_for_itself()
+        self.check_not_in_unload()
         if self.is_ours:
             raise _waits_for_itself()
         return self._decider.submit(job)
@@ -229,10 +252,7 @@ class Workers:
         future: Outcome[R] = Outcome()
         tasks: list[asyncio.Task[R]] = []
         context = contextvars.copy_context()
-        deciding = threading.get_ident() == self._decider.thread.ident
-        if deciding:
-            self._decider_awaits = future
-            context.run(_begun_for.set, future)
+        context.run(_begun_for.set, _Call(future, threading.get_ident(), _begun_for.get()))
 
         def start() -> None:
             tasks.append(loop.create_task(coroutine, context=context))
@@ -244,20 +264,25 @@ class Workers:
         loop.call_soon_threadsafe(start)
         job: _Job | None = getattr(self._local, "job", None)
         cancel = functools.partial(loop.call_soon_threadsafe, stop)
-        try:
-            with job.cancelling(cancel) if job else contextlib.nullcontext():
-                return settled(future)
-        finally:
-            if deciding:
-                self._decider_awaits = None
+        with job.cancelling(cancel) if job else contextlib.nullcontext():
+            return settled(future)
+
+    def check_not_awaited_by(self, thread: int) -> None:
+        """Raises `VRAMError` where the thread waits for the caller: to wait for the thread would take for ever."""
+        if thread in self.waiting_for_me:
+            raise _unload_waits_for_itself() if self._in_unload else _load_waits_for_itself()
+
+    def check_not_in_unload(self) -> None:
+        """Raises `VRAMError` in what an engine's unload called."""
+        if self._in_unload:
+            raise _unload_waits_for_itself()
 
     def check_cancelled(self) -> None:
         """Called while waiting for a move: raises `Cancelled` in a job whose caller has gone.
 
         Raises `VRAMError` in what an engine's unload called: the move may be that of the engine itself.
         """
-        if self._in_unload:
-            raise _unload_waits_for_itself()
+        self.check_not_in_unload()
         job: _Job | None = getattr(self._local, "job", None)
         if job is not None and job.cancelled:
             raise Cancelled
@@ -334,6 +359,14 @@ def _waits_for_itself() -> VRAMError:
         "An engine's load or unload would wait for itself.\nNothing was moved.\n"
         "A backend's coroutine called the manager, and the call needs the loop that the coroutine blocks.\n"
         "Use the awaitable form in it: await mgr.amake_room(...), await handle.aload()"
+    )
+
+
+def _load_waits_for_itself() -> VRAMError:
+    return VRAMError(
+        "An engine's load would wait for itself.\nNothing was moved.\n"
+        "A backend's load asked the manager for the very engine that it is loading.\n"
+        "Leave the call out of load: the engine is loaded when load returns"
     )
 
 
