@@ -5,10 +5,8 @@ Without this a step changes tensors that nobody computes with, or a backward pas
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
-import time
 
 import pytest
 import torch
@@ -301,74 +299,3 @@ def test_learned_statistics_and_averages_survive(mgr):
         mgr["average"].evict()
     assert same(*averages)
     assert same_values(averages[0].n_averaged, averages[1].n_averaged)
-
-
-# --- what a custom function keeps for its backward -----------------------------------------------------------------
-
-
-class AsAttribute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.weight = weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient @ ctx.weight, None
-
-
-class InATuple(AsAttribute):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.tensors = (None, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient @ ctx.tensors[1], None
-
-
-@pytest.mark.parametrize("function", [AsAttribute, InATuple])
-@pytest.mark.parametrize("way", ["evict", "make room", "backward"])
-def test_a_frozen_weight_that_a_custom_function_keeps_is_there_for_its_backward(mgr, function, way):
-    class Frozen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(512, 512, device=DEVICE), requires_grad=False)
-
-        def forward(self, x):
-            return function.apply(x, self.weight)
-
-    model, x = Frozen(), torch.ones(4, 512, device=DEVICE, requires_grad=True)
-    expected = torch.ones(4, 512, device=DEVICE) @ model.weight
-    handle = mgr.register("frozen", model)
-    loss = model(x).sum()
-    if way == "evict":
-        handle.evict()
-    elif way == "make room":
-        with contextlib.suppress(vm.VRAMOutOfMemoryError):
-            mgr.make_room(mgr.free_bytes + 1000)
-    else:
-        mgr.budget_bytes = mgr.used_bytes + 1024
-        with contextlib.suppress(torch.OutOfMemoryError):
-            loss.backward(retain_graph=True)
-        x.grad = None
-        mgr.budget_bytes = "1GiB"
-    loss.backward()
-    assert torch.equal(x.grad, expected)
-    del loss
-    handle.load()
-    assert handle.evict()
-
-
-@pytest.mark.simulation_only
-def test_a_graph_over_evicted_weights_is_told_at_once(mgr):
-    model, x = nn.Linear(64, 64, device=DEVICE), torch.ones(1, 64, device=DEVICE)
-    mgr.register("model", model).evict()
-    norms = [weight.norm() for weight in model.parameters()]
-    begun = time.monotonic()
-    with pytest.raises(vm.ModelInUseError, match="an autograd graph"):
-        model(x)
-    assert time.monotonic() - begun < 9  # not for as long as it waits for an operation
-    norms.clear()
-    model(x)

@@ -31,6 +31,7 @@ __all__ = ["Arriving"]
 # How long a load waits, in all, for operations that read evicted weights directly. On the host they compute with them
 # where they are, and so does the model, at no harm; elsewhere the model cannot.
 _PATIENCE_S, _PATIENCE_ELSEWHERE_S = 0.25, 10.0
+_RESTS = 200  # looks, a millisecond apart: a thread that computes now and then rests in between
 
 
 class _Fetched:
@@ -181,13 +182,11 @@ class Arriving:
         span, fresh = item.span, item.span.retarget(item.memory)
         # On an accelerator somebody may keep the old memory, and lose nothing by it (`absent`).
         holders = self._holders(span) if self._device.is_host else None
-        resting_since = time.monotonic()
+        rests = 0
         while not replace(span, fresh, harmless([span], may_rest=True)[0], item.versions, holders=holders):
-            now = time.monotonic()
-            if not frames_rest():
-                resting_since = now
-            if now > min(deadline, resting_since + _PATIENCE_S):
-                return False  # where nobody has run for a while it is no operation that uses it
+            rests = rests + 1 if frames_rest() else 0
+            if rests > _RESTS or time.monotonic() > deadline:
+                return False  # where nobody runs, look after look, it is no operation that uses it
             if versions(span) == item.versions:
                 time.sleep(0.001)
             else:
