@@ -7,10 +7,11 @@ this folder on ``PYTHONPATH``, and they run where the test does.
 from __future__ import annotations
 
 import os
+import threading
 
 import simulated
 
-__all__ = ["DEVICE", "GRAIN_BYTES", "footprint", "same_values"]
+__all__ = ["DEVICE", "GRAIN_BYTES", "footprint", "loaded", "same_values"]
 
 DEVICE = os.environ.get("VRAM_MAGIC_TEST_DEVICE", "cpu")
 """``"cpu"`` or ``"cuda"``."""
@@ -19,6 +20,8 @@ if DEVICE == "cuda":
     simulated.load()
 
 import torch  # noqa: E402  not before the simulation is in the process
+
+import vram_magic as vm  # noqa: E402
 
 GRAIN_BYTES = 512 if DEVICE == "cuda" else 1
 """The device's allocator rounds each allocation up to this."""
@@ -32,3 +35,14 @@ def footprint(*size_bytes: int) -> int:
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit for bit, wherever each of them lies: an evicted weight of an accelerator lies on the CPU."""
     return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+
+
+def loaded(handle: vm.Handle, others_may_run: threading.Event) -> None:
+    """Loads it. Threads that use its weights all the time may leave no moment for it: then they pause."""
+    try:
+        handle.load()
+    except vm.ModelInUseError:  # right too: it was told
+        assert DEVICE != "cpu"
+        others_may_run.clear()
+        handle.load()
+        others_may_run.set()

@@ -17,7 +17,7 @@ from place import DEVICE
 
 import vram_magic as vm
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 MIB = 1 << 20
 ENGINE = 4 * MIB
@@ -55,7 +55,7 @@ def ended(job):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(50)
     assert results, "it waits for ever"
     value, error = results[0]
     if error is not None:
@@ -389,6 +389,6 @@ def test_no_later_thread_is_taken_for_that_of_a_loop_which_has_ended(mgr, backen
     workers = mgr._core.workers
     thread = next(t for t in threading.enumerate() if t.ident == workers._loop_thread)
     ended(mgr.close)
-    thread.join(20)
+    thread.join(50)
     assert not thread.is_alive()
     assert workers._loop_thread == 0

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from place import DEVICE, same_values
+from place import DEVICE, loaded, same_values
 
 import vram_magic as vm
 
@@ -87,7 +87,7 @@ def test_when_only_the_used_weight_is_left_the_allocation_is_refused_and_the_wei
     assert all(same_values(value, before[key]) for key, value in model.state_dict().items())
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_matmul_in_another_thread_never_reads_freed_memory(mgr):
     torch.manual_seed(0)
     model, rows = torch.nn.Linear(512, 512, device=DEVICE), torch.randn(256, 512, device=DEVICE)
@@ -97,11 +97,14 @@ def test_a_matmul_in_another_thread_never_reads_freed_memory(mgr):
         mgr.register("idle", idle := idle_model(8))
         tighten(mgr, 4 * MIB)
         wrong: list[object] = []
-        done = threading.Event()
+        done, may_compute = threading.Event(), threading.Event()
+        may_compute.set()
 
         def compute() -> None:
             with torch.no_grad():
                 while not done.is_set():
+                    if not may_compute.wait(0.1):
+                        continue
                     try:
                         if not torch.equal(rows @ model.weight, expected):
                             wrong.append("values")
@@ -109,17 +112,19 @@ def test_a_matmul_in_another_thread_never_reads_freed_memory(mgr):
                         if DEVICE == "cpu" or "same device" not in str(error):
                             wrong.append(error)
 
-        threads = [threading.Thread(target=compute) for _ in range(2)]
+        threads = [threading.Thread(target=compute, daemon=True) for _ in range(2)]
         for thread in threads:
             thread.start()
-        for _ in range(15):
-            taken = torch.empty(8 * MIB, dtype=torch.uint8, device=DEVICE)
-            del taken
-            mgr["idle"].load()
-            mgr["model"].load()
-        done.set()
-        for thread in threads:
-            thread.join()
+        try:
+            for _ in range(15):
+                taken = torch.empty(8 * MIB, dtype=torch.uint8, device=DEVICE)
+                del taken
+                mgr["idle"].load()
+                loaded(mgr["model"], may_compute)
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
     assert not wrong
     assert idle is not None
 

@@ -17,7 +17,6 @@ import torch
 from place import DEVICE
 from torch import nn
 
-import vram_magic as vm
 from vram_magic.workers import Outcome, settled
 
 MIB = 1 << 20
@@ -25,8 +24,7 @@ ROUNDS = 400
 
 
 @pytest.mark.timeout(120)
-def test_interrupts_at_random_moments_leave_all_whole(tmp_path):
-    mgr = vm.VRAMManager(device=DEVICE, budget="1GiB", block_bytes="1MiB", spill_dir=tmp_path)
+def test_interrupts_at_random_moments_leave_all_whole(mgr):
     models = [nn.Sequential(*[nn.Linear(512, 512, bias=False, device=DEVICE) for _ in range(4)]) for _ in range(2)]
     x = torch.randn(1, 512, device=DEVICE)
     armed, done = [False], threading.Event()  # a list: an Event's own lock would not survive the interrupts
@@ -45,7 +43,7 @@ def test_interrupts_at_random_moments_leave_all_whole(tmp_path):
 
     before = signal.signal(signal.SIGUSR1, handler), sys.getswitchinterval()
     shooter = threading.Thread(target=shoot)
-    hits = 0
+    turn = hits = 0
     try:
         sys.setswitchinterval(1e-5)
         with torch.no_grad():
@@ -54,7 +52,7 @@ def test_interrupts_at_random_moments_leave_all_whole(tmp_path):
                 mgr.register(f"m{i}", model)
             mgr.budget_bytes = mgr.used_bytes - 2 * MIB  # room for one and a half
             shooter.start()
-            for turn in range(ROUNDS):
+            while turn < ROUNDS or hits <= ROUNDS // 10:
                 try:
                     armed[0] = True
                     models[turn % 2](x)
@@ -63,17 +61,16 @@ def test_interrupts_at_random_moments_leave_all_whole(tmp_path):
                     hits += 1
                 if turn % 20 == 0:
                     assert all(torch.equal(model(x), right) for model, right in zip(models, expected, strict=True))
+                turn += 1
     finally:
         armed[0] = False
         done.set()
         shooter.join()
         signal.signal(signal.SIGUSR1, before[0])
         sys.setswitchinterval(before[1])
-    assert hits > ROUNDS // 10
     assert not any(handle.in_use or handle._managed.moving for handle in mgr.models.values())
     meter = mgr._core.device.meter
     assert meter.committed_bytes == meter.live_bytes
-    mgr.close()
 
 
 def test_an_interrupted_wait_releases_what_was_reserved_while_its_traceback_is_still_shown():
@@ -101,39 +98,48 @@ class RangError(Exception):
 
 @pytest.fixture
 def alarm():
-    """Rings once after so many seconds, and raises `RangError` in the main thread."""
+    """Rings, once, and raises `RangError` in the main thread."""
+    rung = []
 
     def ring(*_):
         raise RangError
 
     before = signal.signal(signal.SIGALRM, ring)
-    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
-    signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def once():
+        if not rung:
+            rung.append(True)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+
+    yield once
     signal.signal(signal.SIGALRM, before)
 
 
 @contextlib.contextmanager
-def slow_decisions(mgr, seconds):
+def slow_decisions(mgr, ring):
+    """It rings when the work of a decision is done, and not yet told."""
     decide = mgr._core.workers.decide
 
     def late(function, *args, **kwargs):
         def slowly():
             result = function(*args, **kwargs)
-            time.sleep(seconds)
+            ring()
+            time.sleep(0.2)
             return result
 
         return decide(slowly)
 
     mgr._core.workers.decide = late
-    yield
-    del mgr._core.workers.decide
+    try:
+        yield
+    finally:
+        del mgr._core.workers.decide
 
 
 def test_a_move_ends_before_what_a_signal_handler_raised_is_raised(mgr, alarm):
     model, x = nn.Linear(512, 512).to(DEVICE), torch.zeros(1, 512, device=DEVICE)
     right, handle = model(x).detach(), mgr.register("model", model)
-    with slow_decisions(mgr, 0.2), pytest.raises(RangError):  # noqa: PT012  it must not ring before
-        alarm(0.1)
+    with slow_decisions(mgr, alarm), pytest.raises(RangError):
         handle.evict()
     assert handle.device_bytes == 0
     assert not handle._managed.moving
@@ -145,8 +151,7 @@ def test_an_allocation_succeeds_before_a_signal_handlers_exception_interrupts(mg
     handle = mgr.register("model", model)
     mgr.budget_bytes = mgr.used_bytes
     kept = []
-    with slow_decisions(mgr, 0.2), pytest.raises(KeyboardInterrupt):  # noqa: PT012  it must not ring before
-        alarm(0.1)
+    with slow_decisions(mgr, alarm), pytest.raises(KeyboardInterrupt):  # noqa: PT012  or it comes after it
         kept.append(torch.empty(2**18, dtype=torch.uint8, device=DEVICE))
         time.sleep(1)
     assert handle.device_bytes < handle.total_bytes

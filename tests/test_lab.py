@@ -27,7 +27,7 @@ from torch import nn
 import vram_magic as vm
 
 def wait_for(name):
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not Path(name).exists() and time.monotonic() < end:
         time.sleep(0.05)
 
@@ -40,8 +40,8 @@ def wait_for(name):
     "print(vm.manager()['net'].device_bytes, 'bytes')",
 ]
 PANEL, REPORT, BUSY, BYTES = 3, 4, 5, 6
-RUN_MS = 30_000  # from Lab's page to the last cell
-FOLLOW_MS = 5_000  # the panel looks four times a second
+RUN_MS = 90_000  # from Lab's page to the last cell
+FOLLOW_MS = 30_000  # the panel looks four times a second
 SIZE = 2048 * 2049 * 4
 
 
@@ -90,8 +90,8 @@ class Notebook:
 
 @pytest.mark.slow
 @pytest.mark.browser
-@pytest.mark.timeout(150)
 def test_the_panel_lives_in_jupyterlab(lab, tmp_path):
+    expect.set_options(timeout=FOLLOW_MS)
     with lab.lab(tmp_path, CELLS) as page:
         book = Notebook(lab, page)
         lab.run_all(page)
@@ -110,16 +110,16 @@ def follows_while_a_cell_runs(book, folder):
     busy = book.lab.prompt(book.page, BUSY)
     expect(busy).to_have_text("[*]:")
     (folder / "seen").touch()
-    expect(book.row("net")).to_contain_text("0 B of 16.0 MiB", timeout=FOLLOW_MS)
+    expect(book.row("net")).to_contain_text("0 B of 16.0 MiB")
     expect(book.panel.locator(".vmp-mark-out")).to_have_count(1)
     expect(busy).to_have_text("[*]:")  # it runs while the panel follows
     book.row("onerror").get_by_role("button", name="pin").click()
     (folder / "followed").touch()
-    expect(busy).to_have_text(f"[{BUSY + 1}]:", timeout=FOLLOW_MS)
+    expect(busy).to_have_text(f"[{BUSY + 1}]:")
 
 
 def a_click_in_the_middle_was_done_once(book):
-    expect(book.notice).to_have_text(f"{EVIL}: pinned", timeout=FOLLOW_MS)
+    expect(book.notice).to_have_text(f"{EVIL}: pinned")
     expect(book.views).to_have_count(2)
     for view in book.views.all():  # both show the same
         expect(view.get_by_role("button", name=f"unpin {EVIL}")).to_have_count(1)
@@ -132,13 +132,13 @@ def a_name_is_text(book):
 
 
 def buttons_move_bytes(book):
-    expect(book.output(BYTES)).to_have_text("0 bytes", timeout=FOLLOW_MS)
+    expect(book.output(BYTES)).to_have_text("0 bytes")
     book.row("net").get_by_role("button", name="load").click()
-    expect(book.notice).to_have_text("net: 16.0 MiB on the device", timeout=FOLLOW_MS)
-    expect(book.run_again(BYTES)).to_have_text(f"{SIZE} bytes", timeout=FOLLOW_MS)
+    expect(book.notice).to_have_text("net: 16.0 MiB on the device")
+    expect(book.run_again(BYTES)).to_have_text(f"{SIZE} bytes")
     book.row("net").get_by_role("button", name="evict").press("Enter")  # the keys are not Lab's
-    expect(book.notice).to_have_text("net: freed 16.0 MiB", timeout=FOLLOW_MS)
-    expect(book.run_again(BYTES)).to_have_text("0 bytes", timeout=FOLLOW_MS)
+    expect(book.notice).to_have_text("net: freed 16.0 MiB")
+    expect(book.run_again(BYTES)).to_have_text("0 bytes")
     expect(book.panel.locator(".vmp-mark-in")).to_have_count(1)
     expect(book.panel.locator(".vmp-mark-out")).to_have_count(2)
 
@@ -148,7 +148,7 @@ def a_plan_is_told(book):
     field.fill("")
     field.press_sequentially("99GiB")
     field.press("Enter")
-    expect(book.notice).to_contain_text("A request of 99.0 GiB: not enough room", timeout=FOLLOW_MS)
+    expect(book.notice).to_contain_text("A request of 99.0 GiB: not enough room")
 
 
 def it_follows_the_theme(book):
@@ -157,7 +157,7 @@ def it_follows_the_theme(book):
 
     light = ink()
     book.command("apputils:change-theme", theme="JupyterLab Dark")
-    expect(book.page.locator("body")).to_have_attribute("data-jp-theme-light", "false", timeout=FOLLOW_MS)
+    expect(book.page.locator("body")).to_have_attribute("data-jp-theme-light", "false")
     book.page.wait_for_function(
         "light => getComputedStyle(document.querySelector('.vmp')).color !== light", arg=light, timeout=FOLLOW_MS
     )
@@ -168,9 +168,9 @@ def it_follows_the_theme(book):
 def it_comes_back_after_a_reload(book):
     book.reload()
     expect(book.row("net")).to_contain_text("0 B of 16.0 MiB", timeout=RUN_MS)
-    expect(book.panel.locator(".vmp-mark-out")).to_have_count(2, timeout=FOLLOW_MS)  # of before it was loaded
+    expect(book.panel.locator(".vmp-mark-out")).to_have_count(2)  # of before it was loaded
     book.row("net").get_by_role("button", name="load").click()
-    expect(book.row("net")).to_contain_text("16.0 MiB of 16.0 MiB", timeout=FOLLOW_MS)
+    expect(book.row("net")).to_contain_text("16.0 MiB of 16.0 MiB")
 
 
 def without_its_kernel_the_report_stays(book):

@@ -447,6 +447,8 @@ def test_a_short_load_prints_nothing_and_a_long_one_shows_a_bar(notebook, monkey
             shown.append((self.n, self.total))
 
     monkeypatch.setattr(progress, "_bar", lambda names: Bar())
+    assert progress._PATIENCE_S > 1
+    monkeypatch.setattr(progress, "_PATIENCE_S", 60)
     notebook.run("%load_model tiny build")
     assert not shown
     monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)

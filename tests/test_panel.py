@@ -34,6 +34,12 @@ def manager():
     with_panel.close()
 
 
+@pytest.fixture(autouse=True)
+def alone():
+    """The threads of the test before end by themselves, soon."""
+    assert until(lambda: not threads() and not threads("vram-magic-clicks"))
+
+
 @pytest.fixture
 def net(manager):
     """A model of three blocks, registered as ``net``."""
@@ -46,7 +52,7 @@ def build(layers=3):
     return nn.Sequential(*[nn.Linear(512, 512, bias=False, device=DEVICE) for _ in range(layers)])
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
@@ -355,7 +361,7 @@ def test_what_was_asked_is_shown_until_it_is_done(manager, net):
 
     def give_back():
         begun.set()
-        go_on.wait(20)
+        go_on.wait(120)
 
     other = nn.Linear(4, 4, device=DEVICE)
     manager.register("other", other, workspace=give_back, pin=True)
@@ -365,7 +371,7 @@ def test_what_was_asked_is_shown_until_it_is_done(manager, net):
     shown = open_panel(manager)
     try:
         say(shown, kind="load", name="net", id=1)
-        assert begun.wait(10)
+        assert begun.wait(60)
         assert until(lambda: row(shown)[-1] == "load")
         assert row(shown)[2] == "hl"
         assert row(shown)[5] == "t3"
@@ -407,9 +413,9 @@ def test_the_handler_waits_for_nothing(manager, net):
     shown = open_panel(manager)
     panel = sys.modules["vram_magic.notebook.panel"]._panel
     core, go_on, begun = manager._core, threading.Event(), threading.Event()
-    core.workers.decide(lambda: (begun.set(), go_on.wait(20)))  # the deciding thread is busy
+    core.workers.decide(lambda: (begun.set(), go_on.wait(120)))  # the deciding thread is busy
     try:
-        assert begun.wait(10)
+        assert begun.wait(60)
         say(shown, kind="evict", name="net", id=1)  # returns all the same
         assert panel._clicks.asked == {"net": "evict"}
     finally:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from place import DEVICE, same_values
+from place import DEVICE, loaded, same_values
 from torch import nn
 
 import vram_magic as vm
@@ -21,25 +21,30 @@ import vram_magic as vm
 MIB = 1 << 20
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_no_edit_of_another_thread_is_lost_between_evictions_and_loads(mgr):
     model = nn.Linear(1024, 1024, bias=False, device=DEVICE).requires_grad_(requires_grad=False)
     model.weight.zero_()
     handle = mgr.register("model", model)
-    done, edits = threading.Event(), [0]
+    done, may_edit, edits = threading.Event(), threading.Event(), [0]
+    may_edit.set()
 
     def edit() -> None:
         while not done.is_set():
+            if not may_edit.wait(0.1):
+                continue
             model.weight.add_(1)
             edits[0] += 1
 
-    thread = threading.Thread(target=edit)
+    thread = threading.Thread(target=edit, daemon=True)
     thread.start()
-    for _ in range(40):
-        handle.evict()
-        handle.load()
-    done.set()
-    thread.join()
+    try:
+        for _ in range(40):
+            handle.evict()
+            loaded(handle, may_edit)
+    finally:
+        done.set()
+        thread.join()
     assert (model.weight.min().item(), model.weight.max().item()) == (edits[0], edits[0])
 
 

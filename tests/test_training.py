@@ -6,6 +6,7 @@ Without this a step changes tensors that nobody computes with, or a backward pas
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 
 import pytest
@@ -247,7 +248,7 @@ def test_a_hook_at_the_gradient_that_steps_at_once_learns(mgr, pair):
     assert same(*pair)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_training_in_one_thread_while_another_makes_it_leave(mgr, pair):
     done, errors, left = threading.Event(), [], []
 
@@ -266,7 +267,9 @@ def test_training_in_one_thread_while_another_makes_it_leave(mgr, pair):
     thread = threading.Thread(target=harry)
     thread.start()
     try:
-        for _ in range(40):
+        for turn in itertools.count():
+            if errors or (turn >= 40 and any(left)):
+                break
             for module, optimizer in zip(pair, optimizers, strict=True):
                 with mgr["model"].lease():
                     module(X).square().mean().backward()
