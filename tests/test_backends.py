@@ -17,7 +17,7 @@ from place import DEVICE
 
 import vram_magic as vm
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 MIB = 1 << 20
 ENGINE = 4 * MIB

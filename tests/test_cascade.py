@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 import vram_magic as vm
 from vram_magic.sizes import format_size
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 UNIT = 2**20
 SLACK = UNIT // 4  # inputs and results of the calls; less than a block

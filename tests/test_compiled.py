@@ -28,7 +28,7 @@ from vram_magic.models import compiled as compiled_calls
 from vram_magic.models import entry
 from vram_magic.models.entry import EntryPoints
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 ORIGINAL = vars(OptimizedModule)["__call__"]
 

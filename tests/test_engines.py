@@ -20,7 +20,7 @@ import torch
 
 import vram_magic as vm
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.cpu_only("no device")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.cpu_only("no device")]
 
 GiB = 2**30
 

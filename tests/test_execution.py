@@ -33,7 +33,7 @@ from vram_magic.models import execution
 from vram_magic.models.entry import EntryPoints
 from vram_magic.models.working import Working
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 CUDA = torch.device("cuda", 0)
 

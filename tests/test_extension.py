@@ -321,10 +321,10 @@ def test_in_a_kernel_the_panel_reaches_the_browser_while_a_cell_runs():
         shown = messages(client, "%vram panel")
         (view,) = [m["content"]["data"] for m in shown if m["msg_type"] == "display_data"]
         assert view["text/plain"].startswith("<vram_magic panel")
-        cell = "import time, vram_magic as vm; net = nn.Linear(9, 9); vm.manager().register('net', net); time.sleep(2)"
+        cell = "import time, vram_magic as vm; net = nn.Linear(9, 9); vm.manager().register('net', net); time.sleep(4)"
         sent = [m["content"]["data"].get("state", {}) for m in messages(client, cell) if m["msg_type"] == "comm_msg"]
         assert any(row[0] == "net" for state in sent for row in state.get("state", {}).get("models", []))
-        assert len(sent) <= 3  # nothing is sent while nothing changes
+        assert len(sent) <= 8  # of 16 looks: nothing is sent while nothing changes
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)

@@ -230,7 +230,7 @@ def books_are_true(hammer: Hammer) -> None:
 
 
 # cases: evict-deadlock
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_each_others_victims_with_room_for_one_go_on_and_on(mgr, tmp_path):
     hammer = Hammer(mgr, tmp_path)
     for index in (2, 3, 4):

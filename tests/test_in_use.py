@@ -247,7 +247,7 @@ def test_a_decision_keeps_no_frame_of_the_user_alive(mgr):
     assert idle is not None
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_look_at_all_threads_survives_a_collection_of_thread_locals():
     code = """
 import gc, threading

@@ -21,7 +21,7 @@ from place import DEVICE
 
 import vram_magic as vm
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 UNIT = 2**20
 SLACK = UNIT // 2  # inputs and results of the calls; less than a block
@@ -753,7 +753,7 @@ def test_a_plan_names_the_workspaces_that_would_be_asked(mgr):
     assert [(step.model, step.stage) for step in plan.steps] == [("model", "workspace"), ("model", "pass 1")]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_lease_whose_thread_waits_for_the_asker_is_not_waited_for(mgr_for_patience, monkeypatch):
     monkeypatch.setattr("vram_magic.registry._PATIENCE_S", 0.5)
     mgr, first, second = mgr_for_patience

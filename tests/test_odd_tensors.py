@@ -387,7 +387,7 @@ def fifo_at(path):
     return path
 
 
-@pytest.mark.timeout(30)  # what opens it waits for ever
+@pytest.mark.timeout(120)  # what opens it waits for ever
 @pytest.mark.parametrize("name", ["w.safetensors", "w.safetensors.index.json", "w.bin", "pipe"])
 @pytest.mark.parametrize("into", [True, False], ids=["into a module", "alone"])
 def test_a_fifo_is_refused_at_once_and_nothing_changes(mgr, tmp_path, name, into):
@@ -401,7 +401,7 @@ def test_a_fifo_is_refused_at_once_and_nothing_changes(mgr, tmp_path, name, into
     assert torch.equal(module.weight, before)
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "other.safetensors"])
 def test_a_folder_whose_weights_are_a_fifo_is_refused(mgr, tmp_path, name):
     fifo_at(tmp_path / name)
@@ -410,7 +410,7 @@ def test_a_folder_whose_weights_are_a_fifo_is_refused(mgr, tmp_path, name):
     assert "FIFO" in message
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_an_index_whose_shard_is_a_fifo_says_so(mgr, tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"weight": "one.safetensors"}}')
@@ -420,7 +420,7 @@ def test_an_index_whose_shard_is_a_fifo_says_so(mgr, tmp_path):
     assert "FIFO" in message
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_a_fifo_backs_no_living_model(mgr, tmp_path):
     module = net()
     four_parts(lambda: mgr.register("m", module, source=fifo_at(tmp_path / "w.safetensors")))

@@ -22,7 +22,7 @@ import vram_magic as vm
 from vram_magic import registry as registry_module
 from vram_magic.models.entry import EntryPoint
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 X = torch.zeros(1, 512, device=DEVICE)
 

@@ -48,7 +48,7 @@ def test_no_edit_of_another_thread_is_lost_between_evictions_and_loads(mgr):
     assert (model.weight.min().item(), model.weight.max().item()) == (edits[0], edits[0])
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("end", ["load", "forget", "close"])
 def test_a_reader_of_an_evicted_weight_survives_what_becomes_of_it(mgr, end):
     model = nn.Linear(1024, 1024, bias=False, device=DEVICE).requires_grad_(requires_grad=False)
@@ -75,7 +75,7 @@ def test_a_reader_of_an_evicted_weight_survives_what_becomes_of_it(mgr, end):
     assert torch.equal(model.weight.lgamma().cpu(), expected)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_a_method_that_a_pool_calls_directly_keeps_its_weight(mgr):
     model = nn.Linear(1024, 1024, bias=False, device=DEVICE).requires_grad_(requires_grad=False)
     expected = model.weight.sort(1).values
