@@ -43,7 +43,21 @@ def run(book: nbformat.NotebookNode, folder: Path | None = None, *, allow_errors
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of nbformat, about cells without an id
         NotebookClient(book, timeout=120, kernel_name="python3", allow_errors=allow_errors, **options).execute()
+    for cell in book.cells:
+        if cell.cell_type == "code":
+            cell.outputs = joined(cell.outputs)
     return book
+
+
+def joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Text of one stream is sent in pieces, as time allows; a browser shows them as one."""
+    whole: list[nbformat.NotebookNode] = []
+    for out in outputs:
+        if whole and out.output_type == whole[-1].output_type == "stream" and out.name == whole[-1].name:
+            whole[-1] = nbformat.NotebookNode(whole[-1], text=whole[-1].text + out.text)
+        else:
+            whole.append(out)
+    return whole
 
 
 def plain(cell: nbformat.NotebookNode) -> str:
