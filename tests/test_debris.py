@@ -280,7 +280,7 @@ def test_a_cell_after_an_ordinary_one_is_not_searched(failing, monkeypatch):
 
 @pytest.mark.cpu_only("kernel")
 def test_in_a_kernel_the_memory_is_back_without_a_restart():
-    manager, client = start_new_kernel(kernel_name="python3")
+    manager, client = start_new_kernel(180, kernel_name="python3")
     try:
         first = "%load_ext vram_magic\n%vram budget 64MiB\nimport torch; DEVICE = 'cpu'\n"
         assert shown_by(client, first + STEP)[1] == "ok"

@@ -265,7 +265,7 @@ def executed(*cells):
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        client = NotebookClient(book, timeout=120, kernel_name="python3")
+        client = NotebookClient(book, timeout=250, startup_timeout=180, kernel_name="python3")
         try:
             client.execute()
         except CellExecutionError as error:
@@ -315,7 +315,7 @@ def test_in_a_kernel_a_failing_magic_fails_its_cell(cell):
 
 @pytest.mark.cpu_only("kernel")
 def test_in_a_kernel_the_panel_reaches_the_browser_while_a_cell_runs():
-    manager, client = start_new_kernel(kernel_name="python3")
+    manager, client = start_new_kernel(180, kernel_name="python3")
     try:
         client.execute_interactive(LOAD, timeout=120, output_hook=lambda message: None)
         shown = messages(client, "%vram panel")

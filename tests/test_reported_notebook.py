@@ -42,7 +42,9 @@ def run(book: nbformat.NotebookNode, folder: Path | None = None, *, allow_errors
     options = {} if folder is None else {"resources": {"metadata": {"path": str(folder)}}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of nbformat, about cells without an id
-        NotebookClient(book, timeout=120, kernel_name="python3", allow_errors=allow_errors, **options).execute()
+        NotebookClient(
+            book, timeout=250, startup_timeout=180, kernel_name="python3", allow_errors=allow_errors, **options
+        ).execute()
     for cell in book.cells:
         if cell.cell_type == "code":
             cell.outputs = joined(cell.outputs)
@@ -214,7 +216,7 @@ def test_what_other_threads_update_never_lands_under_a_cell():
 @pytest.mark.timeout(150)
 def test_a_click_on_a_busy_kernel_is_done_once(tmp_path):
     begun, go_on = tmp_path / "begun", tmp_path / "go on"
-    manager, client = start_new_kernel(kernel_name="python3")
+    manager, client = start_new_kernel(180, kernel_name="python3")
     try:
         client.execute_interactive(LOAD, timeout=120, output_hook=lambda message: None)
         make = "net = nn.Linear(512, 512, bias=False)\nh = vm.manager().register('net', net)\n%vram panel"

@@ -40,7 +40,7 @@ class Kernel:
 
     def __init__(self, folder: Path) -> None:
         path = os.pathsep.join([str(folder), str(REPOSITORY)])
-        self.manager, self.client = start_new_kernel(kernel_name="python3", env=os.environ | {"PYTHONPATH": path})
+        self.manager, self.client = start_new_kernel(180, kernel_name="python3", env=os.environ | {"PYTHONPATH": path})
         self.messages = []
 
     def close(self) -> None:
