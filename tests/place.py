@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
 
 import simulated
 
-__all__ = ["DEVICE", "GRAIN_BYTES", "footprint", "loaded", "same_values"]
+__all__ = ["DEVICE", "GRAIN_BYTES", "footprint", "loaded", "same_values", "until"]
 
 DEVICE = os.environ.get("VRAM_MAGIC_TEST_DEVICE", "cpu")
 """``"cpu"`` or ``"cuda"``."""
@@ -46,3 +48,12 @@ def loaded(handle: vm.Handle, others_may_run: threading.Event) -> None:
         others_may_run.clear()
         handle.load()
         others_may_run.set()
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    """Waits for it, about a minute. In tries: a clock goes on while a machine is suspended, and the others do not."""
+    for _ in range(3000):
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()

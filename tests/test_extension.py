@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import warnings
 
 import comm
@@ -18,6 +17,7 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from place import until
 
 import vram_magic as vm
 from vram_magic import defaults
@@ -132,13 +132,6 @@ def test_three_rounds_of_loading_use_and_unloading_leave_nothing_of_any_kind_beh
         after = traces(bare_notebook.shell, spill)
         assert {kind: after[kind] for kind in after if after[kind] != before[kind]} == {}
         assert guard is None or not guard.installed
-
-
-def until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 def test_unloading_what_was_never_loaded_is_harmless(bare_notebook):

@@ -13,7 +13,7 @@ import weakref
 from pathlib import Path
 
 import pytest
-from place import DEVICE
+from place import DEVICE, until
 from torch import nn
 
 import vram_magic as vm
@@ -50,13 +50,6 @@ def net(manager):
 
 def build(layers=3):
     return nn.Sequential(*[nn.Linear(512, 512, bias=False, device=DEVICE) for _ in range(layers)])
-
-
-def until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 def threads(name="vram-magic-panel"):
@@ -372,7 +365,7 @@ def test_what_was_asked_is_shown_until_it_is_done(manager, net):
     shown = open_panel(manager)
     try:
         say(shown, kind="load", name="net", id=1)
-        assert begun.wait(60)
+        assert until(begun.is_set)
         assert until(lambda: row(shown)[-1] == "load")
         assert row(shown)[2] == "hl"
         assert row(shown)[5] == "t3"
@@ -416,7 +409,7 @@ def test_the_handler_waits_for_nothing(manager, net):
     core, go_on, begun = manager._core, threading.Event(), threading.Event()
     core.workers.decide(lambda: (begun.set(), go_on.wait(120)))  # the deciding thread is busy
     try:
-        assert begun.wait(60)
+        assert until(begun.is_set)
         say(shown, kind="evict", name="net", id=1)  # returns all the same
         assert panel._clicks.asked == {"net": "evict"}
     finally:

@@ -10,7 +10,6 @@ import contextlib
 import re
 import sys
 import threading
-import time
 import warnings
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import nbformat
 import pytest
 from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
-from place import DEVICE
+from place import DEVICE, until
 from torch import nn
 
 import vram_magic as vm
@@ -181,7 +180,7 @@ def test_a_hundred_updates_by_another_thread_print_nothing_and_end_with_the_last
             handle.evict()
         net(nn.Linear(1, 512, device=DEVICE).weight.T)
     thread.join()
-    wait_for(lambda: [row[:3:2] for row in shown.state["models"]] == [["net", "dp"]])
+    assert until(lambda: [row[:3:2] for row in shown.state["models"]] == [["net", "dp"]])
     assert not caught
     assert capsys.readouterr() == ("", "")
 
@@ -228,7 +227,7 @@ def test_a_click_on_a_busy_kernel_is_done_once(tmp_path):
             f"Path({str(begun)!r}).touch()\n"
             f"while not Path({str(go_on)!r}).exists(): time.sleep(0.01)"
         )
-        wait_for(begun.exists)
+        assert until(begun.exists)
         content = {
             "comm_id": comm_id,
             "data": {"method": "custom", "content": {"kind": "evict", "name": "net", "id": 1}},
@@ -257,13 +256,6 @@ def outputs(client, cell: str) -> list[dict]:
     seen: list[dict] = []
     client.execute_interactive(cell, timeout=120, output_hook=seen.append)
     return seen
-
-
-def wait_for(condition, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert condition()
 
 
 # --- outputs that are compared ----------------------------------------------------------------------------------------
