@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from itertools import compress, repeat
+from itertools import chain, compress, repeat, starmap, tee
 
 import torch
 
@@ -47,8 +47,16 @@ def kept_for_backward(spans: Iterable[Span]) -> set[int]:
 def _contexts() -> list[object]:
     """The living contexts of custom autograd functions.
 
-    In C throughout: a loop in Python over a million objects takes seconds where threads are switched often. By type,
-    since ``isinstance`` asks an object for its ``__class__``, which may be somebody's code.
+    One call into C, from the list of all objects to those few. A reference to each object, while other threads run,
+    would break them: a ``tuple(...)`` that one is filling must have none (SystemError). And a loop in Python over a
+    million objects takes seconds. By type, since ``isinstance`` may run an object's own code, as a collection may.
     """
-    things = gc.get_objects()
-    return list(compress(things, map(issubclass, map(type, things), repeat(_CONTEXT))))
+    collecting = gc.isenabled()
+    # Both are done when the list below is made: another thread may have allowed collections until then.
+    objects = chain(starmap(gc.disable, [()]), chain.from_iterable(map(gc.get_objects, [None])))
+    things, same = tee(objects)
+    try:
+        return list(compress(things, map(issubclass, map(type, same), repeat(_CONTEXT))))
+    finally:
+        if collecting:
+            gc.enable()
