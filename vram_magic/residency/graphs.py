@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from itertools import chain, compress, repeat, starmap, tee
+from itertools import chain, compress, repeat, tee
 
 import torch
 
 from vram_magic.residency.spans import Span
-from vram_magic.residency.swap import has_other_references
+from vram_magic.residency.swap import has_other_references, uncollected
 
 __all__ = ["kept_for_backward"]
 
@@ -51,12 +51,5 @@ def _contexts() -> list[object]:
     would break them: a ``tuple(...)`` that one is filling must have none (SystemError). And a loop in Python over a
     million objects takes seconds. By type, since ``isinstance`` may run an object's own code, as a collection may.
     """
-    collecting = gc.isenabled()
-    # Both are done when the list below is made: another thread may have allowed collections until then.
-    objects = chain(starmap(gc.disable, [()]), chain.from_iterable(map(gc.get_objects, [None])))
-    things, same = tee(objects)
-    try:
-        return list(compress(things, map(issubclass, map(type, same), repeat(_CONTEXT))))
-    finally:
-        if collecting:
-            gc.enable()
+    things, same = tee(uncollected(chain.from_iterable(map(gc.get_objects, [None]))))  # asked when the list is made
+    return list(compress(things, map(issubclass, map(type, same), repeat(_CONTEXT))))

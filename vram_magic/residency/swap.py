@@ -26,8 +26,9 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Iterable
-from itertools import chain, compress, repeat
+from collections.abc import Iterable, Iterator
+from itertools import chain, compress, islice, repeat, starmap, tee
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,8 +36,10 @@ from vram_magic.residency.spans import Span
 
 __all__ = [
     "SHARED", "all_rest", "busy", "explained", "frames_rest", "harmless", "has_other_references", "put_back",
-    "replace", "storage_use_count", "versions",
+    "replace", "storage_use_count", "uncollected", "versions",
 ]  # fmt: skip
+
+T = TypeVar("T")
 
 _refcounts = sys.getrefcount
 _use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
@@ -203,13 +206,22 @@ def _stacks() -> dict[int, types.FrameType]:
     CPython takes a lock of its own for this, and a collection that starts under it and finds a dead `threading.local`
     takes the lock again: the process hangs (python/cpython#106883; seen with 3.11.7). So no collection may start.
     """
-    collecting = gc.isenabled()
-    try:
-        gc.disable()
-        return sys._current_frames()
-    finally:
-        if collecting:
-            gc.enable()
+    return list(uncollected(starmap(sys._current_frames, [()]))).pop()
+
+
+def uncollected(things: Iterable[T]) -> Iterator[T]:
+    """The things, with the collector off from before the first until after the last, for one call into C to take.
+
+    In one call no other thread sees it off: what that one puts back afterwards would leave it off for ever.
+    """
+    was_on, on = tee(starmap(gc.isenabled, [()]))
+    begin, end = starmap(gc.disable, [()]), starmap(gc.enable, compress([()], on))
+    return chain(_done(was_on), _done(begin), things, _done(end))
+
+
+def _done(calls: Iterator[Any]) -> Iterator[Any]:
+    """Makes the one call, in its turn, and gives nothing."""
+    return islice(calls, 1, None)
 
 
 def _rests(frame: types.FrameType) -> bool:
