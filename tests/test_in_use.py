@@ -7,10 +7,11 @@ The weights are used directly here, outside any lease, which is how libraries an
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ import torch.nn.functional as F  # noqa: N812
 from place import DEVICE, loaded, same_values
 
 import vram_magic as vm
+from vram_magic.residency import graphs, swap
+from vram_magic.residency.spans import survey
 
 MIB = 1 << 20
 
@@ -207,6 +210,35 @@ def test_a_local_variable_keeps_the_weight_from_an_allocation_only(mgr):
     assert weight is model.weight
 
 
+def test_a_thread_that_wakes_up_for_a_moment_keeps_no_named_weight(mgr, monkeypatch):
+    """As the monitor of tqdm, or a kernel's heartbeat, does."""
+    model = torch.nn.Linear(512, 511, device=DEVICE)
+    weight = model.weight
+    awake, calm = threading.Event(), threading.Event()
+
+    def for_a_moment():
+        while not calm.is_set():
+            awake.set()
+
+    def explained(spans):
+        calm.set()  # it was seen awake
+        return looked(spans)
+
+    looked = swap.explained
+    monkeypatch.setattr(swap, "explained", explained)
+    mgr.register("model", model)
+    thread = threading.Thread(target=for_a_moment)
+    thread.start()
+    try:
+        assert awake.wait(60)
+        assert mgr["model"].evict() == mgr["model"].total_bytes, mgr["model"].why()
+    finally:
+        woke, _ = calm.is_set(), calm.set()
+        thread.join()
+    assert woke
+    assert weight is model.weight
+
+
 def test_an_interrupt_during_an_eviction_leaves_all_whole_and_arrives(mgr):
     import _thread
 
@@ -261,3 +293,63 @@ for _ in range(3000):
     frames_rest()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+
+
+@contextlib.contextmanager
+def threads_that_switch_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_looks_in_several_threads_leave_the_collector_as_it_was(mgr, on):
+    spans = survey([("", torch.nn.Linear(4, 4, device=DEVICE))], mgr._core.device, lambda _: False)
+
+    def look():
+        for _ in range(60):
+            swap.frames_rest()
+            swap.explained(spans)
+            graphs.kept_for_backward(spans)
+
+    was_on = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        with threads_that_switch_often():
+            threads = [threading.Thread(target=look) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert gc.isenabled() is on
+    finally:
+        (gc.enable if was_on else gc.disable)()
+
+
+def test_a_look_breaks_no_tuple_that_another_thread_is_filling(mgr):
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, device=DEVICE) for _ in range(40)])
+    named = list(model.parameters())
+    spans = survey([("", model)], mgr._core.device, lambda _: False)
+    enough, broken = threading.Event(), []
+
+    def fill():
+        try:
+            while not enough.is_set():
+                tuple(weight for weight in named)
+        except SystemError as error:
+            broken.append(error)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    try:
+        with threads_that_switch_often():
+            for _ in range(25):
+                swap.explained(spans)
+                graphs.kept_for_backward(spans)
+    finally:
+        enough.set()
+        thread.join()
+    assert not broken

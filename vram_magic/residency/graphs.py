@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from itertools import chain, compress, repeat, tee
+from itertools import chain
 
 import torch
 
 from vram_magic.residency.spans import Span
-from vram_magic.residency.swap import has_other_references, uncollected
+from vram_magic.residency.swap import has_other_references, referrers, uncollected
 
 __all__ = ["kept_for_backward"]
 
@@ -47,9 +47,11 @@ def kept_for_backward(spans: Iterable[Span]) -> set[int]:
 def _contexts() -> list[object]:
     """The living contexts of custom autograd functions.
 
-    One call into C, from the list of all objects to those few. A reference to each object, while other threads run,
-    would break them: a ``tuple(...)`` that one is filling must have none (SystemError). And a loop in Python over a
-    million objects takes seconds. By type, since ``isinstance`` may run an object's own code, as a collection may.
+    First their classes, then, if there are any, what refers to those. Each is one call into C that keeps no reference
+    to what is not looked for: while other threads run, that would break a ``tuple(...)`` that one is filling
+    (SystemError). And a loop in Python over a million objects takes seconds.
     """
-    things, same = tee(uncollected(chain.from_iterable(map(gc.get_objects, [None]))))  # asked when the list is made
-    return list(compress(things, map(issubclass, map(type, same), repeat(_CONTEXT))))
+    asked_when_taken = map(gc.get_objects, [None])
+    classes = map(type, chain.from_iterable(asked_when_taken))
+    living = set(uncollected(filter(_CONTEXT.__subclasscheck__, classes)))
+    return referrers(living, _CONTEXT) if living else []

@@ -24,6 +24,7 @@ import gc
 import operator
 import sys
 import threading
+import time
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -36,7 +37,7 @@ from vram_magic.residency.spans import Span
 
 __all__ = [
     "SHARED", "all_rest", "busy", "explained", "frames_rest", "harmless", "has_other_references", "put_back",
-    "replace", "storage_use_count", "uncollected", "versions",
+    "referrers", "replace", "storage_use_count", "uncollected", "versions",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -81,6 +82,8 @@ _WAITING = {
     ("vram_magic.workers", "wait"), ("vram_magic.notebook.panel.clicks", "_work"),
 }  # fmt: skip
 _WAITING_PACKAGES = {"execnet", "ipykernel", "zmq"}
+
+_LOOKS = 50
 
 
 def busy(span: Span, references: list[int] | None = None, *, holders: int | None = 0) -> str:
@@ -140,17 +143,34 @@ def _set_if(looks: list[map[bool]], tensors: list[torch.Tensor], fresh: list[tor
     return bool(done)
 
 
-def harmless(spans: list[Span], *, may_rest: bool) -> list[list[int]]:
+def harmless(spans: list[Span], *, may_rest: bool, looks: int = _LOOKS) -> list[list[int]]:
     """For each span the reference counts at which nothing runs.
 
     ``may_rest``: the asker is in no operation. If no other thread is either, before and after the look, the counts as
-    they are mean nothing but names. Else those count that are explained.
+    they are mean nothing but names. Else those count that are explained; where that is not enough, it looks up to
+    ``looks`` times, a millisecond apart: threads that nobody thinks of wake up for a moment (a kernel's heartbeat, the
+    monitor of tqdm), and a weight must not stay for that.
     """
-    if may_rest and frames_rest():
-        counts = [list(map(_refcounts, span.tensors)) for span in spans]
-        if frames_rest():
+    for look in range(looks if may_rest else 0):
+        if look:
+            time.sleep(0.001)
+        if (resting := _at_rest(spans)) is not None:
+            return resting
+        if not look and (counts := explained(spans)) == _counts(spans):
             return counts
     return explained(spans)
+
+
+def _at_rest(spans: list[Span]) -> list[list[int]] | None:
+    """The reference counts as they are, if no thread is in an operation."""
+    if not frames_rest():
+        return None
+    counts = _counts(spans)
+    return counts if frames_rest() else None
+
+
+def _counts(spans: list[Span]) -> list[list[int]]:
+    return [list(map(_refcounts, span.tensors)) for span in spans]
 
 
 def explained(spans: list[Span]) -> list[list[int]]:
@@ -219,6 +239,24 @@ def uncollected(things: Iterable[T]) -> Iterator[T]:
     return chain(_done(was_on), _done(begin), things, _done(end))
 
 
+def referrers(things: Iterable[object], classes: type | tuple[type, ...], *, no: bool = False) -> list[object]:
+    """What refers to the things: what is of one of the classes, or of none of them. Collects nothing, runs no code.
+
+    One call into C. A reference of ours to the tuple that another thread is filling would break it (SystemError).
+    """
+    return list(uncollected(_of_class(chain.from_iterable(starmap(gc.get_referrers, [tuple(things)])), classes, no)))
+
+
+def _of_class(things: Iterator[object], classes: type | tuple[type, ...], no: bool) -> Iterator[object]:
+    """By type, since `isinstance` may run an object's own code.
+
+    Nobody but the caller's one call may hold the iterators: they keep the last things that they have given.
+    """
+    some, same = tee(things)
+    are = map(issubclass, map(type, same), repeat(classes))
+    return compress(some, map(operator.not_, are) if no else are)
+
+
 def _done(calls: Iterator[Any]) -> Iterator[Any]:
     """Makes the one call, in its turn, and gives nothing."""
     return islice(calls, 1, None)
@@ -239,11 +277,11 @@ def _rests(frame: types.FrameType) -> bool:
 def _resting_references(spans: list[Span]) -> Counter[int]:
     """How often what rests on the heap refers to each tensor (by id), the spans' own lists included.
 
-    One pass of the garbage collector's lists (tens of milliseconds); it collects nothing and runs no finaliser.
+    One pass of the garbage collector's lists (tens of milliseconds).
     """
     tensors = [tensor for span in spans for tensor in span.tensors]
     wanted = set(map(id, tensors))
-    holders = [h for h in gc.get_referrers(*tensors) if not isinstance(h, _RUNNING) and h is not tensors]
+    holders = [holder for holder in referrers(tensors, _RUNNING, no=True) if holder is not tensors]
     return Counter(filter(wanted.__contains__, map(id, gc.get_referents(*holders))))
 
 
