@@ -7,11 +7,10 @@ The weights are used directly here, outside any lease, which is how libraries an
 from __future__ import annotations
 
 import contextlib
-import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from place import DEVICE, loaded, same_values
 
 import vram_magic as vm
-from vram_magic.residency import graphs, swap
-from vram_magic.residency.spans import survey
+from vram_magic.residency import swap
 
 MIB = 1 << 20
 
@@ -293,63 +291,3 @@ for _ in range(3000):
     frames_rest()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
-
-
-@contextlib.contextmanager
-def threads_that_switch_often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_looks_in_several_threads_leave_the_collector_as_it_was(mgr, on):
-    spans = survey([("", torch.nn.Linear(4, 4, device=DEVICE))], mgr._core.device, lambda _: False)
-
-    def look():
-        for _ in range(60):
-            swap.frames_rest()
-            swap.explained(spans)
-            graphs.kept_for_backward(spans)
-
-    was_on = gc.isenabled()
-    (gc.enable if on else gc.disable)()
-    try:
-        with threads_that_switch_often():
-            threads = [threading.Thread(target=look) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        assert gc.isenabled() is on
-    finally:
-        (gc.enable if was_on else gc.disable)()
-
-
-def test_a_look_breaks_no_tuple_that_another_thread_is_filling(mgr):
-    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, device=DEVICE) for _ in range(40)])
-    named = list(model.parameters())
-    spans = survey([("", model)], mgr._core.device, lambda _: False)
-    enough, broken = threading.Event(), []
-
-    def fill():
-        try:
-            while not enough.is_set():
-                tuple(weight for weight in named)
-        except SystemError as error:
-            broken.append(error)
-
-    thread = threading.Thread(target=fill)
-    thread.start()
-    try:
-        with threads_that_switch_often():
-            for _ in range(25):
-                swap.explained(spans)
-                graphs.kept_for_backward(spans)
-    finally:
-        enough.set()
-        thread.join()
-    assert not broken

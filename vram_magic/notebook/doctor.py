@@ -20,7 +20,8 @@ from vram_magic.notebook.current import device_of, managed_models
 from vram_magic.notebook.debris import let_go
 from vram_magic.notebook.holders import FREE, Holder, Kind, command_of, holders_in, label_of, stops_of, to_blame
 from vram_magic.notebook.report import shortened
-from vram_magic.notebook.walk import Gauge, Piece, Walk, gradient_of, is_a, live_tensors
+from vram_magic.notebook.walk import Gauge, Piece, Walk, gradient_of, is_a
+from vram_magic.residency.living import instances
 from vram_magic.sizes import format_size
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class _Examination:
         return Diagnosis(self._manager.device, _sorted(findings), besides, managed, used)
 
     def _see_all(self, models: list[TorchModel]) -> None:
-        for tensor in live_tensors():
+        for tensor in instances(torch.Tensor):
             self._see(tensor, None)
             self._see_gradient(tensor, _NOBODY)
         walk = Walk(stops_of(self._shell))

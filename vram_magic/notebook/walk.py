@@ -22,7 +22,7 @@ from vram_magic.residency.leaves import has_own_memory
 if TYPE_CHECKING:
     from vram_magic.devices.base import Device
 
-__all__ = ["Gauge", "Piece", "Walk", "gradient_of", "is_a", "live_tensors"]
+__all__ = ["Gauge", "Piece", "Walk", "gradient_of", "is_a"]
 
 _OBJECTS_OF_ROOT, _OBJECTS = 100_000, 1_000_000
 _MACHINERY = {"vram_magic", "IPython", "ipykernel", "traitlets", "jupyter_client", "comm", "zmq", "tornado", "logging"}
@@ -41,17 +41,6 @@ _gradient_of, _is_leaf, _retains_grad = (
 def is_a(thing: object, kind: type) -> bool:
     """`isinstance`, but by what the object is and not by what it says."""
     return any(base is kind for base in _mro_of(type(thing)))
-
-
-def live_tensors() -> Iterator[torch.Tensor]:
-    """Every tensor that Python knows of."""
-    known: dict[int, bool] = {}
-    for thing in gc.get_objects():
-        kind = type(thing)
-        if id(kind) not in known:
-            known[id(kind)] = is_a(thing, torch.Tensor)
-        if known[id(kind)]:
-            yield thing
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:

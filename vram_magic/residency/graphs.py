@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from itertools import chain
 
 import torch
 
+from vram_magic.residency.living import instances
 from vram_magic.residency.spans import Span
-from vram_magic.residency.swap import has_other_references, referrers, uncollected
+from vram_magic.residency.swap import has_other_references
 
 __all__ = ["kept_for_backward"]
 
@@ -35,23 +35,10 @@ def kept_for_backward(spans: Iterable[Span]) -> set[int]:
     if not named:
         return set()
     wanted = {id(tensor) for span in named for tensor in span.tensors}
-    level = _contexts()
+    level: list[object] = list(instances(_CONTEXT))
     found: set[int] = set()
     for _ in range(_DEPTH):
         level = gc.get_referents(*level)
         found |= wanted.intersection(map(id, level))
         level = [thing for thing in level if type(thing) in _CONTAINERS]
     return found
-
-
-def _contexts() -> list[object]:
-    """The living contexts of custom autograd functions.
-
-    First their classes, then, if there are any, what refers to those. Each is one call into C that keeps no reference
-    to what is not looked for: while other threads run, that would break a ``tuple(...)`` that one is filling
-    (SystemError). And a loop in Python over a million objects takes seconds.
-    """
-    asked_when_taken = map(gc.get_objects, [None])
-    classes = map(type, chain.from_iterable(asked_when_taken))
-    living = set(uncollected(filter(_CONTEXT.__subclasscheck__, classes)))
-    return referrers(living, _CONTEXT) if living else []

@@ -27,20 +27,18 @@ import threading
 import time
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from itertools import chain, compress, islice, repeat, starmap, tee
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from itertools import chain, compress, repeat, starmap
 
 import torch
 
+from vram_magic.residency.living import referrers, uncollected
 from vram_magic.residency.spans import Span
 
 __all__ = [
     "SHARED", "all_rest", "busy", "explained", "frames_rest", "harmless", "has_other_references", "put_back",
-    "referrers", "replace", "storage_use_count", "uncollected", "versions",
+    "replace", "storage_use_count", "versions",
 ]  # fmt: skip
-
-T = TypeVar("T")
 
 _refcounts = sys.getrefcount
 _use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
@@ -229,39 +227,6 @@ def _stacks() -> dict[int, types.FrameType]:
     return list(uncollected(starmap(sys._current_frames, [()]))).pop()
 
 
-def uncollected(things: Iterable[T]) -> Iterator[T]:
-    """The things, with the collector off from before the first until after the last, for one call into C to take.
-
-    In one call no other thread sees it off: what that one puts back afterwards would leave it off for ever.
-    """
-    was_on, on = tee(starmap(gc.isenabled, [()]))
-    begin, end = starmap(gc.disable, [()]), starmap(gc.enable, compress([()], on))
-    return chain(_done(was_on), _done(begin), things, _done(end))
-
-
-def referrers(things: Iterable[object], classes: type | tuple[type, ...], *, no: bool = False) -> list[object]:
-    """What refers to the things: what is of one of the classes, or of none of them. Collects nothing, runs no code.
-
-    One call into C. A reference of ours to the tuple that another thread is filling would break it (SystemError).
-    """
-    return list(uncollected(_of_class(chain.from_iterable(starmap(gc.get_referrers, [tuple(things)])), classes, no)))
-
-
-def _of_class(things: Iterator[object], classes: type | tuple[type, ...], no: bool) -> Iterator[object]:
-    """By type, since `isinstance` may run an object's own code.
-
-    Nobody but the caller's one call may hold the iterators: they keep the last things that they have given.
-    """
-    some, same = tee(things)
-    are = map(issubclass, map(type, same), repeat(classes))
-    return compress(some, map(operator.not_, are) if no else are)
-
-
-def _done(calls: Iterator[Any]) -> Iterator[Any]:
-    """Makes the one call, in its turn, and gives nothing."""
-    return islice(calls, 1, None)
-
-
 def _rests(frame: types.FrameType) -> bool:
     module = str(frame.f_globals.get("__name__"))
     if (module, frame.f_code.co_name) not in _WAITING and module.partition(".")[0] not in _WAITING_PACKAGES:
@@ -281,7 +246,7 @@ def _resting_references(spans: list[Span]) -> Counter[int]:
     """
     tensors = [tensor for span in spans for tensor in span.tensors]
     wanted = set(map(id, tensors))
-    holders = [holder for holder in referrers(tensors, _RUNNING, no=True) if holder is not tensors]
+    holders = [holder for holder in referrers(tensors, but=_RUNNING) if holder is not tensors]
     return Counter(filter(wanted.__contains__, map(id, gc.get_referents(*holders))))
 
 
