@@ -51,6 +51,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="not on the simulated GPU: VRAM_MAGIC_TEST_DEVICE=cuda"))
 
 
+def pytest_collection_finish():
+    """Half a million objects of imported modules are no garbage: collections need not look at them, test after test."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def manager_options():
     """What a file's `mgr` is made with, besides the device; files replace it."""
