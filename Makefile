@@ -56,7 +56,7 @@ lab: venv ## Open JupyterLab on notebooks/
 
 test: venv ## Run the tests on the CPU and on a simulated GPU, then the notebooks as tests
 	$(BIN)/pytest -q -n auto tests/
-	VRAM_MAGIC_TEST_DEVICE=cuda $(BIN)/pytest -q -n auto -m "not slow" tests/
+	VRAM_MAGIC_TEST_DEVICE=cuda $(BIN)/pytest -q -n auto tests/
 	$(BIN)/pytest -q --nbval-lax notebooks/
 
 # Needs gcc and no card. The tests' own process runs on the stand-in too.

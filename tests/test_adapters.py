@@ -14,8 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import vram_magic as vm
 
-pytestmark = pytest.mark.slow  # all of them together; `make test` leaves them out on the simulated GPU
-
 peft = pytest.importorskip("peft")
 
 TOKENS = torch.arange(12, device=DEVICE).view(2, 6)

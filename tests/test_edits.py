@@ -17,8 +17,6 @@ from torch.nn.utils import parametrizations, parametrize, prune, vector_to_param
 
 import vram_magic as vm
 
-pytestmark = pytest.mark.slow  # all of them together; `make test` leaves them out on the simulated GPU
-
 SIZE = 128  # a weight is a block of its own: 64 KiB
 X = torch.arange(4.0 * SIZE, device=DEVICE).view(4, SIZE) / 100
 

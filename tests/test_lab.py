@@ -88,7 +88,6 @@ class Notebook:
         expect(self.page.locator(".jp-CodeCell")).to_have_count(len(CELLS), timeout=RUN_MS)
 
 
-@pytest.mark.slow
 @pytest.mark.browser
 def test_the_panel_lives_in_jupyterlab(lab, tmp_path):
     expect.set_options(timeout=FOLLOW_MS)

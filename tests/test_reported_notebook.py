@@ -266,7 +266,6 @@ _SECONDS = re.compile(r"\b\d+\.\d s\b")
 
 # case: nbval-flaky
 @in_a_kernel
-@pytest.mark.slow
 @pytest.mark.timeout(250)
 def test_a_notebook_gives_the_same_outputs_in_every_kernel_but_for_the_durations_in_its_log():
     path = NOTEBOOKS / "cascade.ipynb"

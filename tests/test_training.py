@@ -17,8 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import vram_magic as vm
 
-pytestmark = pytest.mark.slow  # all of them together; `make test` leaves them out on the simulated GPU
-
 SIZE = 128
 X = torch.arange(4.0 * SIZE, device=DEVICE).view(4, SIZE).cos()
 
