@@ -8,14 +8,10 @@ from __future__ import annotations
 import gc
 
 import torch
-from place import DEVICE, same_values
+from bodies import body_of, load
+from place import same_values
 from safetensors.torch import load_file, save_file
 from torch import nn
-
-from vram_magic.devices.accelerator import AcceleratorDevice
-from vram_magic.devices.cpu import CpuDevice
-from vram_magic.residency.body import Body
-from vram_magic.residency.spill import SpillStore
 
 
 def mapped(path) -> nn.Module:
@@ -23,17 +19,6 @@ def mapped(path) -> nn.Module:
     model = nn.Linear(64, 64, bias=False)
     model.weight.data = torch.from_file(str(path), shared=False, size=64 * 64, dtype=torch.float32).view(64, 64)
     return model
-
-
-def body_of(model: nn.Module, tmp_path, shared=None) -> Body:
-    device = CpuDevice("1GiB") if DEVICE == "cpu" else AcceleratorDevice(torch.device(DEVICE, 0), "1GiB")
-    return Body([("", model)], device, SpillStore(tmp_path / "spill"), 1 << 20, None, shared)
-
-
-def load(body: Body) -> None:
-    room = body._device.meter.reserve(body.missing_bytes())
-    body.load(room)
-    room.release()
 
 
 def test_a_record_of_other_memory_at_the_same_address_gives_no_wrong_weights(tmp_path):
@@ -59,7 +44,7 @@ def test_a_record_of_other_memory_at_the_same_address_gives_no_wrong_weights(tmp
 def test_a_key_is_given_up_when_the_memory_is(tmp_path):
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
     shared = {}
-    body = body_of(model, tmp_path, shared)
+    body = body_of(model, tmp_path, shared=shared)
     for _ in range(3):
         body.evict(body.look_for_idle())
         load(body)
@@ -76,7 +61,7 @@ def test_many_models_in_turn_never_get_each_others_weights(tmp_path):
         for i in range(8):
             model = nn.Linear(64, 64, bias=False)
             model.weight.data = load_file(tmp_path / f"{i}.safetensors")["weight"]
-            body = body_of(model, tmp_path, shared)
+            body = body_of(model, tmp_path, shared=shared)
             load(body)
             body.evict(body.look_for_idle())
             assert torch.all(model.weight == i)
