@@ -17,7 +17,7 @@ from place import DEVICE, same_values
 from safetensors.torch import save_file
 from torch import nn
 
-from vram_magic.residency import leaving
+from vram_magic.residency import leaving, swap
 from vram_magic.residency.checkpoint import Checkpoint
 
 SIZE = 64
@@ -109,6 +109,21 @@ def test_a_block_whose_last_weight_is_in_use_stays_whole_and_where_it_was(tmp_pa
         assert tensor.data_ptr() == address
         assert same_values(tensor, values)
     assert alias.data_ptr() == model.bias.data_ptr()
+
+
+def test_weights_of_many_blocks_that_running_code_names_are_waited_for_together(mgr, monkeypatch):
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False, device=DEVICE) for _ in range(4)])
+    handle = mgr.register("model", model)
+    named = tuple(model.parameters())
+    pauses = []
+    monkeypatch.setattr(swap, "frames_rest", lambda: False)
+    monkeypatch.setattr(swap.time, "sleep", pauses.append)
+    assert handle.evict() == 0
+    assert "Python code is using it" in handle.why()
+    assert 0 < sum(pauses) <= 0.1
+    monkeypatch.undo()
+    assert handle.evict() == handle.total_bytes
+    assert len(named) == 4
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -24,22 +24,27 @@ class Thing:
     pass
 
 
-class Liar(Thing):
-    """Says that it is something else, and counts how often it was asked."""
+class Liar:
+    """Says that it is a thing, and counts how often it was asked."""
 
     asked = 0
 
     @property
     def __class__(self):
         type(self).asked += 1
-        return int
+        return Thing
 
 
-def test_instances_are_found_by_what_they_are():
-    mine = [Thing(), Liar(), Liar()]
+class Special(Thing):
+    pass
+
+
+def test_instances_are_found_by_what_they_are_and_not_by_what_they_say():
+    mine, liar = [Thing(), Special()], Liar()
     found = living.instances(Thing)
     assert {id(thing) for thing in mine} <= {id(thing) for thing in found}
-    assert {type(thing) for thing in found} == {Thing, Liar}
+    assert {type(thing) for thing in found} == {Thing, Special}
+    assert not any(holder is liar for holder in living.referrers([Thing], but=type))
     assert not Liar.asked
     parameter = torch.nn.Parameter(torch.ones(1))
     assert any(tensor is parameter for tensor in tensors())

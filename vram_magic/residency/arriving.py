@@ -183,7 +183,7 @@ class Arriving:
         # On an accelerator somebody may keep the old memory, and lose nothing by it (`absent`).
         holders = self._holders(span) if self._device.is_host else None
         rests = 0
-        while not replace(span, fresh, harmless([span], may_rest=True, looks=1)[0], item.versions, holders=holders):
+        while not replace(span, fresh, harmless([span], may_rest=True, again=0)[0], item.versions, holders=holders):
             rests = rests + 1 if frames_rest() else 0
             if rests > _RESTS or time.monotonic() > deadline:
                 return False  # where nobody runs, look after look, it is no operation that uses it

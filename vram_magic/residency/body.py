@@ -84,10 +84,11 @@ class Body:
         blocks = self.look()
         spans = [span for block in blocks for span in block.spans if span.owned]
         kept = set() if self._device.is_host else kept_for_backward(spans)
+        counts = dict(zip(spans, harmless(spans, may_rest=may_rest), strict=True))  # one look for all: it may wait
         for block in blocks:
             spans = [span for span in block.spans if span.owned]
             objections = [self._objection(span, kept) for span in spans]
-            reasons = [*objections, *map(busy, spans, harmless(spans, may_rest=may_rest))]
+            reasons = [*objections, *(busy(span, counts[span]) for span in spans)]
             block.kept = next(filter(None, reasons), "")
         self.staying = next((block.kept for block in blocks if block.kept), "")
         return blocks

@@ -29,13 +29,13 @@ _DEPTH = 3  # the context's attributes, a tuple among them, its items
 def kept_for_backward(spans: Iterable[Span]) -> set[int]:
     """The ids of the spans' tensors that contexts of custom autograd functions refer to.
 
-    One pass of the garbage collector's lists (tens of milliseconds), and only where somebody has a name for a weight.
+    At most two passes of the collector's lists (tens of milliseconds each), only where somebody names a weight.
     """
     named = [span for span in spans if has_other_references(span)]
     if not named:
         return set()
     wanted = {id(tensor) for span in named for tensor in span.tensors}
-    level: list[object] = list(instances(_CONTEXT))
+    level: Iterable[object] = instances(_CONTEXT)
     found: set[int] = set()
     for _ in range(_DEPTH):
         level = gc.get_referents(*level)

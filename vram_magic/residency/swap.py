@@ -81,7 +81,7 @@ _WAITING = {
 }  # fmt: skip
 _WAITING_PACKAGES = {"execnet", "ipykernel", "zmq"}
 
-_LOOKS = 50
+_AGAIN = 50  # looks, a millisecond apart
 
 
 def busy(span: Span, references: list[int] | None = None, *, holders: int | None = 0) -> str:
@@ -141,21 +141,23 @@ def _set_if(looks: list[map[bool]], tensors: list[torch.Tensor], fresh: list[tor
     return bool(done)
 
 
-def harmless(spans: list[Span], *, may_rest: bool, looks: int = _LOOKS) -> list[list[int]]:
+def harmless(spans: list[Span], *, may_rest: bool, again: int = _AGAIN) -> list[list[int]]:
     """For each span the reference counts at which nothing runs.
 
     ``may_rest``: the asker is in no operation. If no other thread is either, before and after the look, the counts as
     they are mean nothing but names. Else those count that are explained; where that is not enough, it looks up to
-    ``looks`` times, a millisecond apart: threads that nobody thinks of wake up for a moment (a kernel's heartbeat, the
-    monitor of tqdm), and a weight must not stay for that.
+    ``again`` times more: threads that nobody thinks of wake up for a moment (a kernel's heartbeat, the monitor of
+    tqdm), and a weight must not stay for that.
     """
-    for look in range(looks if may_rest else 0):
-        if look:
-            time.sleep(0.001)
+    if may_rest and (resting := _at_rest(spans)) is not None:
+        return resting
+    counts = explained(spans)
+    if not may_rest or not again or counts == _counts(spans):
+        return counts
+    for _ in range(again):
+        time.sleep(0.001)
         if (resting := _at_rest(spans)) is not None:
             return resting
-        if not look and (counts := explained(spans)) == _counts(spans):
-            return counts
     return explained(spans)
 
 
@@ -178,7 +180,7 @@ def explained(spans: list[Span]) -> list[list[int]]:
     C code holds a tensor.
     """
     by_slots = list(map(_by_slots, spans))
-    odd = [s for s, expected in zip(spans, by_slots, strict=True) if list(map(_refcounts, s.tensors)) != expected]
+    odd = {s for s, expected in zip(spans, by_slots, strict=True) if list(map(_refcounts, s.tensors)) != expected}
     resting = _resting_references(odd) if odd else {}
     return [
         [
@@ -239,7 +241,7 @@ def _rests(frame: types.FrameType) -> bool:
     return True
 
 
-def _resting_references(spans: list[Span]) -> Counter[int]:
+def _resting_references(spans: Iterable[Span]) -> Counter[int]:
     """How often what rests on the heap refers to each tensor (by id), the spans' own lists included.
 
     One pass of the garbage collector's lists (tens of milliseconds).
